@@ -212,8 +212,6 @@ class CommitCore:
     ) -> None:
         self.ranks: set[int] = set()
         self.durable: set[int] = set()
-        #: True if the trainers of this node have ended in the middle of the save.
-        self.is_cut_short = False
         self._place = place
         self._world_size = world_size
         self._staged_at = staged_at
@@ -384,8 +382,9 @@ class CommitCore:
         if missing := self._never_staged():
             # A rank without a part has no record, so no node can make a checkpoint of the save.
             reason = f"rank {_few(missing)} ended before its part of the save was in host memory"
-            self._failure = self._failure or Failure(failed=reason, is_final=True)
-            self.is_cut_short = True
+            self._failure = self._failure or Failure(
+                failed=reason, is_final=True, was_interrupted=True
+            )
         if self._is_given_up(now, has_expired=has_expired):
             return self._concluded_blind()
         if now < self._next_at:

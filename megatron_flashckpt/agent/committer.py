@@ -50,7 +50,11 @@ _HUNG_S = 3.0
 _REPORT_S = 10.0
 #: Failed saves whose failed ranks are remembered. Few saves are pending at a time.
 _FAILURES_KNOWN = 16
-_GIVEN_UP = "a crash interrupted it; training resumed from another checkpoint"
+_GIVEN_UP = Failure(
+    failed="a crash interrupted it; training resumed from another checkpoint",
+    is_final=True,
+    was_interrupted=True,
+)
 
 
 class Committer:
@@ -131,7 +135,7 @@ class Committer:
             is_staged = save.metas.keys() >= self._node.ranks.keys()
             if save.staged_as != resumed and not (counts and is_staged):
                 save.is_given_up = True
-                self.note(save, core.GivenUp(Failure(failed=_GIVEN_UP, is_final=True)))
+                self.note(save, core.GivenUp(_GIVEN_UP))
 
     # ------------------------------------------------------------------ what others ask
 
@@ -340,8 +344,9 @@ class Committer:
             with self._node.traces.recording(save.iteration, save.save_id, None):
                 previous, failure = self._track(save)
         if failure is not None:
-            # What a crash of training interrupts is no error of the agent, which keeps its log.
-            is_of_crash = save.is_given_up or save.core.is_cut_short
+            # What a crash of training interrupts is no error of the agent, which keeps its log. The
+            # end says so, because another node may hear of the crash first.
+            is_of_crash = save.is_given_up or failure.was_interrupted
             level = logging.INFO if is_of_crash else logging.ERROR
             logger.log(level, "iteration %d was not saved: %s", save.iteration, failure.failed)
             hit("save.failed")

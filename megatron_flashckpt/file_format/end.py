@@ -34,6 +34,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """True if only a person can remove the cause."""
     is_final: bool = False
     """True if no further attempt can make a checkpoint of the save: a rank has no part in it."""
+    was_interrupted: bool = False
+    """True if the save was not complete when its job ended or crashed: no node has an error."""
     was_removed: bool = False
     """True if the save was committed, and its checkpoint was removed since: a node that still
     waits for the end may report the save as committed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 
 from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent import committer as committer_module
+from megatron_flashckpt.agent import proposals
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.committer import Committer
@@ -100,6 +103,26 @@ def test_a_save_that_a_later_run_continues_is_not_overtaken(
     previous, failure = committer._track(save)
     assert (previous, failure is not None) == (None, is_useless)
     assert not save.store.present("", [TRACKER]), "the agent of the later run moves it"
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_only_a_failure_that_no_crash_of_training_explains_is_an_error(
+    interrupted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another node may hear of the crash first, and end the save for all nodes."""
+    committer, save = pending(1, {0: _Rank(RUN)}, RUN)
+    committer._node.traces = SimpleNamespace(
+        recording=lambda *_: contextlib.nullcontext(), write=lambda _: None
+    )
+    vars(committer._node.options)["history"] = 0
+    failure = Failure(failed="a failure", is_final=True, was_interrupted=interrupted)
+    proposals.propose_failure(save.store, 10, SAVE, failure)
+    ended = proposals.look(save.store, 10, SAVE)
+    assert ended is not None
+    with caplog.at_level(logging.INFO):
+        committer._finish(save, core.Conclude(ended.end, ended.failure))
+    levels = [record.levelno for record in caplog.records if "was not saved" in record.getMessage()]
+    assert levels == [logging.INFO if interrupted else logging.ERROR]
 
 
 def test_a_later_run_with_another_timeout_does_not_end_a_save_early() -> None:
