@@ -77,7 +77,11 @@ RECORDS = [
     for rank in range(WORLD)
 ]
 _NODE: Any = SimpleNamespace(
-    may_pass=may_pass, changed=threading.Condition(), run_number=0, trained_s=lambda _: None
+    may_pass=may_pass,
+    changed=threading.Condition(),
+    options=SimpleNamespace(on_durable=None),
+    run_number=0,
+    trained_s=lambda _: None,
 )
 _NO_JANITOR: Any = None
 
