@@ -1,6 +1,7 @@
 """Simulated node of GPUs, for machines without a GPU. Start reading at `node.py`.
 
-The simulation follows the documents of CUDA and torch; `test_conformance.py` pins every rule.
+The simulation follows the documents of CUDA and torch; `test_conformance.py` pins the rules that
+a kinder simulation would break unnoticed.
 Devices and streams are current per thread, streams run their work later, copies read their source
 when they run, and freed memory goes to the next tensor. If hardware may behave in several ways, the
 simulation takes the worst one, and the class that does so documents that.

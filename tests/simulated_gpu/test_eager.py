@@ -14,7 +14,7 @@ import torch
 
 from tests.simulated_gpu import Node, simulated_gpus
 from tests.simulated_gpu.eager import EagerNode, RankNode, on_device
-from tests.simulated_gpu.test_conformance import begin, elsewhere, locked
+from tests.simulated_gpu.test_conformance import begin, locked
 from tests.support.trainer import PATIENCE_S, eventually
 
 REPO = Path(__file__).resolve().parents[2]
@@ -35,17 +35,6 @@ def go() -> Iterator[threading.Event]:
 
 
 class TestDefaultStream:
-    def test_its_work_is_done_when_the_call_returns(self, node: Node) -> None:
-        made = torch.ones(3, device="cuda")
-        made.add_(1.0)
-        assert torch.equal(made.backing, torch.full((3,), 2.0))
-
-    def test_an_event_that_it_records_is_done(self, node: Node) -> None:
-        event = torch.cuda.current_stream().record_event()
-        assert event.mark is not None
-        assert event.mark.is_set()
-        assert torch.cuda.current_stream().query()
-
     def test_its_wait_for_an_event_blocks_the_calling_thread(
         self, node: Node, go: threading.Event
     ) -> None:
@@ -76,13 +65,6 @@ class TestDefaultStream:
         first.result(PATIENCE_S)
         assert second.result(PATIENCE_S).query()
 
-    def test_a_held_device_blocks_the_calling_thread(self, node: Node) -> None:
-        with node.devices[0].held():
-            waiting = begin(lambda: torch.ones(3, device="cuda"))
-            eventually("the kernel", lambda: "kernel fill" in {call.name for call in node.calls})
-            assert not waiting.done()
-        assert torch.equal(waiting.result(PATIENCE_S).backing, torch.ones(3))
-
     def test_work_that_fails_breaks_the_device(self, node: Node) -> None:
         def fail() -> None:
             raise ValueError("no such index")
@@ -103,9 +85,6 @@ class TestDefaultStream:
         assert not small.done()
         go.set()
         assert small.result(PATIENCE_S) == 1.0
-
-    def test_it_starts_no_thread(self, node: Node) -> None:
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("cuda:")]
 
 
 class TestOtherStreams:
@@ -131,33 +110,6 @@ class TestOtherStreams:
         torch.cuda.synchronize()
         assert torch.equal(target.view(torch.float32), torch.ones(1024))
 
-    def test_a_copy_without_a_wait_is_still_right(self, node: Node) -> None:
-        """Limit of this node: on a GPU this copy could read `weight` before the addition,
-        because its stream does not wait for the default stream."""
-        weight, target = torch.zeros(1024), locked(4096)
-        weight.add_(1.0)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            target.view(torch.float32).copy_(on_device(weight, 0), non_blocking=True)
-        torch.cuda.synchronize()
-        assert torch.equal(target.view(torch.float32), torch.ones(1024))
-
-
-class TestTensorsInHostMemory:
-    def test_they_belong_to_a_device_and_share_the_host_memory(self, node: Node) -> None:
-        host = torch.arange(4.0)
-        made = on_device(host, 1)
-        assert made.is_cuda
-        assert made.device == torch.device("cuda", 1)
-        assert made[1:].data_ptr() == host[1:].data_ptr()
-        host.add_(1.0)
-        assert torch.equal(made[1:].cpu(), torch.arange(2.0, 5.0))
-
-    def test_the_allocator_does_not_reuse_their_memory(self, node: Node) -> None:
-        made = on_device(torch.arange(4.0), 0)
-        made.record_stream(torch.cuda.Stream())
-        del made
-        assert node.devices[0].allocator.allocated == 0
-
 
 class TestRankNode:
     def test_it_has_one_device_per_rank_of_the_machine(
@@ -170,13 +122,6 @@ class TestRankNode:
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
         assert len(RankNode().devices) == 1
         assert len(node.devices) == 3
-
-    def test_every_thread_starts_on_device_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        node = RankNode()
-        node.set_device(1)
-        assert node.here.device == 1
-        assert elsewhere(lambda: node.here.device) == 0
 
     def test_it_records_calls_only_if_a_list_is_set(self) -> None:
         node = RankNode()
