@@ -50,8 +50,7 @@ class Restart:
 SAME, NEXT = (0, 1, 2), (1, 2, 0)
 RESTARTS = {
     "same nodes": Restart("copy", (), SAME),
-    "other nodes": Restart("copy", (), NEXT),
-    "other nodes, later": Restart("copy", (), NEXT, kept=(10, 15)),
+    "other nodes": Restart("copy", (), NEXT, kept=(10, 15)),
     "first lost, copy": Restart("copy", (0,), NEXT),
     "first lost, xor": Restart("xor", (0,), NEXT, holders=2),
     "two lost": Restart("copy", (0, 1), NEXT),
@@ -170,8 +169,7 @@ LATER = [[15, True], [10, True]]
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("other nodes", BOTH),
-        ("other nodes, later", LATER),
+        ("other nodes", LATER),
         ("first lost, copy", BOTH),
         ("first lost, xor", BOTH),
     ],

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-import pytest
 import torch.distributed as dist
 import torch.multiprocessing
 
@@ -30,6 +29,7 @@ from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import SAVE_ID, make, persist, pieces_of_rank
 
 RANKS = 2
+SAVE = Save(10, SAVE_ID)
 REQUEST = LoadRequest(
     ModelState(Config().replicated), chunks=[], optimizer=None, strict=True, fill=False
 )
@@ -53,10 +53,10 @@ def _in_memory(rank: int, where: Path) -> MemoryCheckpoint:
     return MemoryCheckpoint(slab, Offer(0, 10, SAVE_ID, False, None))
 
 
-def _load(rank: int, where: Path, source: str) -> None:
+def _load(rank: int, where: Path) -> None:
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{where / source}",
+        init_method=f"file://{where}/rendezvous",
         rank=rank,
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=20),
@@ -70,22 +70,20 @@ def _load(rank: int, where: Path, source: str) -> None:
         mock.patch.object(memory_source, "ChunkReader", _reader),
         mock.patch.object(storage_source, "ChunkReader", _reader),
     ):
-        try:
-            if source == "storage":
-                store = PosixStore(where / "save")
-                loader.load(REQUEST, storage_source.open_stored(store, Save(10, SAVE_ID), Config()))
-            else:
-                held = _in_memory(rank, where)
-                loader.load(REQUEST, memory_source.open_memory(held, Config()))
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            (where / f"{source}{rank}").write_text(json.dumps(message))
+        stored = storage_source.open_stored(PosixStore(where / "save"), SAVE, Config())
+        held = memory_source.open_memory(_in_memory(rank, where), Config())
+        for name, source in (("storage", stored), ("memory", held)):
+            try:
+                loader.load(REQUEST, source)
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+                (where / f"{name}{rank}").write_text(json.dumps(message))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("source", ["storage", "memory"])
-def test_all_ranks_fail_if_one_has_no_memory_for_buffers(tmp_path: Path, source: str) -> None:
+def test_all_ranks_fail_if_one_has_no_memory_for_buffers(tmp_path: Path) -> None:
     make(tmp_path / "save", ranks=[pieces_of_rank(rank) for rank in range(RANKS)])
-    torch.multiprocessing.spawn(_load, (tmp_path, source), RANKS)
-    messages = [json.loads((tmp_path / f"{source}{rank}").read_text()) for rank in range(RANKS)]
-    assert messages == ["FlashCkptError: rank 1: MemoryError: no memory for a buffer"] * RANKS
+    torch.multiprocessing.spawn(_load, (tmp_path,), RANKS)
+    for source in ("storage", "memory"):
+        messages = [json.loads((tmp_path / f"{source}{rank}").read_text()) for rank in range(RANKS)]
+        assert messages == ["FlashCkptError: rank 1: MemoryError: no memory for a buffer"] * RANKS

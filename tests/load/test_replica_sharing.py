@@ -18,7 +18,7 @@ import pytest
 
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from tests.support.checkpoints import MadeSave, expected, make
+from tests.support.checkpoints import expected, make
 from tests.support.megatron_jobs import end
 
 REPO = Path(__file__).resolve().parents[2]
@@ -60,7 +60,11 @@ CASES = [
 ]
 
 
-def run_cases(tmp_path: Path, made: MadeSave, cases: list[dict[str, Any]]) -> dict[str, list[dict]]:
+#: Cases whose checkpoint has a damaged chunk.
+DAMAGED = [{"name": f"damaged, {mode}", "mode": mode} for mode in ("always", "auto")]
+
+
+def run_cases(tmp_path: Path, cases: list[dict[str, Any]]) -> dict[str, list[dict]]:
     """Run the cases; return the traced events of each rank by case."""
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     environment = {
@@ -70,7 +74,6 @@ def run_cases(tmp_path: Path, made: MadeSave, cases: list[dict[str, Any]]) -> di
         "TRACE_DIR": str(tmp_path),
         "TMPDIR": str(tmp_path),
         "CASES": str(tmp_path / "cases.json"),
-        "ROOT": str(made.root),
     }
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -91,13 +94,14 @@ def run_cases(tmp_path: Path, made: MadeSave, cases: list[dict[str, Any]]) -> di
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> MadeSave:
-    return make(tmp_path_factory.mktemp("replicas") / "save", ranks=PIECES)
-
-
-@pytest.fixture(scope="module")
-def traced(made: MadeSave, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    return run_cases(tmp_path_factory.mktemp("job"), made, CASES)
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    where = tmp_path_factory.mktemp("replicas")
+    made, damaged = (make(where / name, ranks=PIECES) for name in ("save", "damaged"))
+    with open(damaged.shard(0), "r+b") as file:
+        file.seek(-1000, 2)
+        file.write(b"\0flip\0")
+    pairs = [(case, made) for case in CASES] + [(case, damaged) for case in DAMAGED]
+    return run_cases(where, [{**case, "root": str(save.root)} for case, save in pairs])
 
 
 @pytest.fixture(scope="module")
@@ -160,17 +164,14 @@ def test_many_replicas_share_even_if_reads_are_fast(traced: dict[str, list[dict]
     assert [event["shared"] for event in traced["many"]] == [True] * RANKS
 
 
-def test_a_damaged_chunk_raises_on_every_replica(tmp_path: Path) -> None:
-    damaged = make(tmp_path / "save", ranks=PIECES)
-    with open(damaged.shard(0), "r+b") as file:
-        file.seek(-1000, 2)
-        file.write(b"\0flip\0")
-    cases = [{"name": mode, "mode": mode} for mode in ("always", "auto")]
-    for events in run_cases(tmp_path, damaged, cases).values():
-        last = (FLAT[0].nbytes + FLAT[1].nbytes) // CHUNK_NBYTES
-        errors = [event["error"] for event in events]
-        assert all(f"chunk {last} (bytes " in error and "digest " in error for error in errors)
-        assert sum(error.startswith("CorruptCheckpointError: ") for error in errors) >= 1
+@pytest.mark.parametrize("case", DAMAGED, ids=lambda case: case["name"])
+def test_a_damaged_chunk_raises_on_every_replica(
+    traced: dict[str, list[dict]], case: dict[str, Any]
+) -> None:
+    last = (FLAT[0].nbytes + FLAT[1].nbytes) // CHUNK_NBYTES
+    errors = [event["error"] for event in traced[case["name"]]]
+    assert all(f"chunk {last} (bytes " in error and "digest " in error for error in errors)
+    assert sum(error.startswith("CorruptCheckpointError: ") for error in errors) >= 1
 
 
 def test_gpu_time_counts_for_the_read_or_send_that_caused_it(

@@ -12,7 +12,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from subprocess import PIPE
 
 import pytest
@@ -24,7 +24,15 @@ from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.mapping import HUGE_NBYTES, map_shared
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, SlotHeader, SlotState
-from tests.support.mapped import times_mapped
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_garbage() -> Iterator[None]:
+    """Keep the collector from the objects of other modules, which take it 0.3 s at each call."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def open_fds() -> set[str]:
@@ -53,12 +61,6 @@ def test_capacities_are_rounded_up_to_pages() -> None:
     assert (slab.geometry.meta_capacity, slab.geometry.data_capacity) == (PAGE, 2 * PAGE)
     assert len(slab.memory) == slab.geometry.nbytes
     assert [slot.index for slot in slab.slots] == [0, 1, 2]
-    slab.close()
-
-
-def test_a_new_slab_is_empty() -> None:
-    slab = Slab.create(2, 0, PAGE, "0")
-    assert [slot.header.state for slot in slab.slots] == [SlotState.EMPTY] * 2
     slab.close()
 
 
@@ -155,12 +157,6 @@ def test_a_complete_slab_is_no_longer_announced() -> None:
     slab = Slab.create(2, 0, 3 << 20, "of-this-test")
     assert "of-this-test" not in reservations.announced(0)
     slab.close()
-
-
-@pytest.mark.parametrize(("slots", "remedy"), [(1, "use more nodes"), (2, "lower 'slots'")])
-def test_the_remedy_fits_the_number_of_slots(slots: int, remedy: str) -> None:
-    with pytest.raises(StorageError, match=f"free memory on this node or {remedy}"):
-        Slab.create(slots, 0, 1 << 45, "5")
 
 
 def test_a_refused_reservation_leaves_nothing_open() -> None:
@@ -356,18 +352,6 @@ def test_all_holders_of_a_slab_see_the_same_bytes(huge_pages: bool) -> None:
     assert attached.geometry == made.geometry
     made.close()
     attached.close()
-
-
-def test_a_closed_slab_is_unmapped_with_its_last_view() -> None:
-    slab = Slab.create(1, 0, PAGE, NAME)
-    view = slab.memory[:PAGE]
-    assert times_mapped(NAME) == 1
-    slab.close()
-    assert times_mapped(NAME) == 1
-    assert view[:8] == b"FLASHSLB"
-    del view
-    gc.collect()
-    assert times_mapped(NAME) == 0
 
 
 def test_a_refused_memfd_is_a_storage_error(

@@ -1,8 +1,8 @@
 """Gloo ranks that read a made checkpoint together; run by torchrun from the tests.
 
-`CASES` is a JSON file with a list of cases: `{"name", "mode", "wanted"?, "slow_read_s"?,
+`CASES` is a JSON file with a list of cases: `{"name", "root", "mode", "wanted"?, "slow_read_s"?,
 "slow_send_s"?, "first_send_s"?, "many"?, "gpu"?, "gpu_read_s"?, "gpu_send_s"?}`. In each case all
-ranks are replicas that read all pieces of the checkpoint in `ROOT` (or only the pieces that
+ranks are replicas that read all pieces of the checkpoint in `root` (or only the pieces that
 `wanted` lists for the rank). Each rank's trace goes to `TRACE_DIR/rank_<r>.jsonl`.
 
 `first_send_s` is the additional time of the first transfer, which NCCL also needs. `many` is the
@@ -86,7 +86,7 @@ def run(case: dict[str, Any]) -> None:
 
 def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Return the filled tensors, and the traced facts of the load."""
-    store = SlowStore(os.environ["ROOT"])
+    store = SlowStore(case["root"])
     store.delay_s = case.get("slow_read_s", 0.0)
     sending = OffloadCopies(case.get("gpu_send_s", 0.0))
 
