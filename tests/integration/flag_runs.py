@@ -73,8 +73,13 @@ class JobResult:
 Runs = dict[str, dict[str, JobResult]]
 
 
-def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
-    """Run all jobs in turn, in one process per rank; return rank 0's results by job name."""
+def run_jobs(where: Path, jobs: list[Job], *, ranks: int, torchrun: bool = True) -> Runs:
+    """Run all jobs in turn, in one process per rank; return rank 0's results by job name.
+
+    Args:
+        torchrun: stock's asynchronous writers need it: they are processes, which a forked rank
+            cannot start.
+    """
     cells = []
     for job in jobs:
         for entry_point in job.entry_points:
@@ -104,8 +109,7 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
             entry_point="stock",
             script=CELLS,
             timeout_s=270,
-            # Stock's asynchronous writers are processes, and a forked rank cannot start processes.
-            torchrun=True,
+            torchrun=torchrun,
             env={"CASES": str(where / "cases.json")},
         )
     )

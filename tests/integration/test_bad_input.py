@@ -49,10 +49,6 @@ def flip_bit(directory: Path) -> None:
     file.write_bytes(content)
 
 
-def not_json(directory: Path) -> None:
-    end(directory).write_text("{ not json")
-
-
 def newer_version(directory: Path) -> None:
     newer_version_in(end(directory))
 
@@ -66,10 +62,6 @@ def newer_version_in(manifest: Path) -> None:
 
 def missing_iteration(directory: Path) -> None:
     shutil.rmtree(directory / ITERATION)
-
-
-def missing_shard(directory: Path) -> None:
-    shard(directory, 1).unlink()
 
 
 def foreign_files(directory: Path) -> None:
@@ -107,12 +99,6 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str
         "CorruptCheckpointError",
         [r"rank_00000\.safetensors, chunk 0", r"digest \w{16}, expected \w{16}", "--ckpt-step"],
     ),
-    "not_json": (
-        not_json,
-        {},
-        "CorruptCheckpointError",
-        [r"\.end: is not a manifest", "--ckpt-step"],
-    ),
     "newer_version": (
         newer_version,
         {},
@@ -124,12 +110,6 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str
         {},
         "NotCommittedError",
         [r"iter_0000002: holds no end of a save", "--ckpt-step"],
-    ),
-    "missing_shard": (
-        missing_shard,
-        {},
-        "CorruptCheckpointError",
-        [r"rank_00001\.safetensors: is missing", "--ckpt-step"],
     ),
     "dlrovers": (
         dlrovers,

@@ -1,9 +1,9 @@
 """Interrupted and resumed training equals uninterrupted training, bit for bit, in every layout.
 
 Each layout has three real jobs with dropout. A trains 6 iterations and saves at 3 and 6. In B one
-rank is killed (SIGKILL) in iteration 5, and all ranks restart (torchrun itself restarts those in
-`TORCHRUN`): B must resume from the memory of iteration 3. C starts from A's directory as it was at
-iteration 3 and must resume from storage.
+rank is killed (SIGKILL) in iteration 5, and all ranks restart: B must resume from the memory of
+iteration 3. C starts from A's directory as it was at iteration 3 and must resume from storage.
+`test_two_nodes.py` has a restart by torchrun itself.
 """
 
 from __future__ import annotations
@@ -70,9 +70,6 @@ NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 14, 22, 24
 #: Calls that an exchange between replicas adds.
 WITH_REPLICAS = 3
 
-#: Layouts whose ranks torchrun itself starts and restarts.
-TORCHRUN = ("tp2dp2-overlap-tied",)
-
 
 def schedule(save: Path) -> list[str]:
     return [
@@ -87,7 +84,7 @@ class Jobs:
     def __init__(self, tmp_path: Path, name: str) -> None:
         self.tmp_path = tmp_path
         self.name = name
-        arguments, torchrun, env = LAYOUTS[name], name in TORCHRUN, SETTINGS.get(name, {})
+        arguments, env = LAYOUTS[name], SETTINGS.get(name, {})
 
         def run(job: str, **kwargs: Any) -> Result:
             where = [*arguments, *schedule(tmp_path / job.upper())]
@@ -96,7 +93,7 @@ class Jobs:
 
         self.a = run("a")
         truncated_copy(tmp_path / "A", tmp_path / "C", 3)
-        self.b = run("b", max_restarts=1, torchrun=torchrun, env={"KILL": "1:5"})
+        self.b = run("b", max_restarts=1, env={"KILL": "1:5"})
         self.c = run("c")
 
 

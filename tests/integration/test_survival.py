@@ -56,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         arguments = [*MODEL, "--train-iters", "8", "--save", str(save), "--load", str(save)]
         # A slow machine takes long to start the next job.
         env = {"SIGNALS": signals, "FLASHCKPT_AGENT__GRACE_S": "200"}
-        torchrun = bool(signals)
+        torchrun = "torchrun" in signals or "job" in signals
         return run_job(where, name, [*arguments, *more], ranks=RANKS, env=env, torchrun=torchrun)
 
     save = where / "parts"

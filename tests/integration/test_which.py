@@ -115,12 +115,3 @@ def test_memory_of_the_save_directory_is_named_if_another_one_is_loaded(crashed:
     result = succeeded(run_job(crashed, "again", job, ranks=1))
     assert "iteration 4 was restored from storage" in result.log
     assert f"iteration 4 of {crashed / 'save'} in host memory is not used" in result.log
-
-
-def test_a_load_that_names_one_checkpoint_is_refused_with_the_right_flags(tmp_path: Path) -> None:
-    save = tmp_path / "save"
-    job = [*MODEL, "--train-iters", "2", "--save-interval", "2", "--save", str(save)]
-    succeeded(run_job(tmp_path, "first", job, ranks=1))
-    refused = run_job(tmp_path, "one", [*job, "--load", str(save / "iter_0000002")], ranks=1)
-    assert refused.returncode != 0
-    assert f"start with --load {save} --ckpt-step 2" in refused.log
