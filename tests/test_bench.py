@@ -8,17 +8,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from benchmarks import study
-from benchmarks.compare import driver, report, targets
+from benchmarks.compare import report, targets
 from benchmarks.peak_memory import with_peak_mb
-from benchmarks.studies import STUDIES, redundancy, writers
+from benchmarks.studies import redundancy, writers
 
 REPO = Path(__file__).resolve().parents[1]
 MEASURED = (
@@ -121,16 +120,6 @@ def test_the_target_of_a_durable_save_is_memcpy_plus_raw_write() -> None:
     assert not target.met(reached)
 
 
-def test_blocking_staging_is_also_compared_with_copying_tensor_by_tensor() -> None:
-    results = figures({"flashckpt-blocking": saves(90, 60, 50, 70)})
-    results["limits"]["memcpy_by_tensor_s"] = [0.06, 0.03, 0.04]
-    (blocking,) = [
-        candidate for candidate in targets.TARGETS if "staging: blocking" in candidate.what
-    ]
-    assert blocking.beside(results, {}) == "1.50 x a copy tensor by tensor"
-    assert blocking.beside(figures({}), {}) == ""
-
-
 def test_a_job_in_which_a_system_failed_does_not_count() -> None:
     ours = saves(10, 5, 5)
     failed_at_start, failed_after_the_first = {}, saves(20)
@@ -138,48 +127,6 @@ def test_a_job_in_which_a_system_failed_does_not_count() -> None:
     assert report.first_saves(ours) == ([0.010, 0.020], [pytest.approx(2.0)])
     none = report.summary(figures({"flashckpt": {"errors": ["start: no"]}}), "flashckpt")
     assert none["first_blocked_s"] is none["first_over_later"] is None
-
-
-def test_only_fast_systems_without_errors_make_more_first_saves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Every job gets a new directory and another first system than the job before."""
-    jobs: list[tuple[list[str], int, Path]] = []
-
-    def run_job(mode: str, names: Iterable[str], size: Any, root: Path) -> dict:
-        assert mode == "first"
-        assert not list(root.iterdir())
-        jobs.append((list(names), size.saves, root))
-        return {"systems": {name: {**saves(1, 1), "errors": ["save: no"]} for name in names}}
-
-    monkeypatch.setattr(driver, "run_job", run_job)
-    systems = {"a": saves(10, 5), "slow": saves(7000, 5), "b": saves(10, 5)}
-    systems["failed"] = {"errors": ["start: no"]}
-    out = Console(file=io.StringIO(), width=200)
-    driver.more_first_saves(out, systems, driver.Size(first_saves=4), tmp_path)
-    assert [names for names, _, _ in jobs] == [["b", "a"], ["a", "b"], ["b", "a"]]
-    assert {later for _, later, _ in jobs} == {3}
-    assert len({root for _, _, root in jobs}) == 3
-    assert not list(tmp_path.iterdir())
-    assert len(systems["a"]["more_jobs"]) == 3
-    assert systems["a"]["errors"] == ["save: no"] * 3, "errors of further jobs are not reported"
-    assert not {"more_jobs"} & (systems["slow"].keys() | systems["failed"].keys())
-    assert "slow: one first save only" in out.file.getvalue()
-
-    jobs.clear()
-    driver.more_first_saves(out, systems, driver.QUICK_SIZE, tmp_path)
-    assert jobs == []
-
-
-def test_studies_have_unique_names_and_equal_file_options() -> None:
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers()
-    for made in STUDIES:
-        made.add_to(commands)
-    for made in STUDIES:
-        options = parser.parse_args([made.name, "--dir", "d", "--json", "j", "--png", "p"])
-        assert (options.dir, options.json, options.png) == (Path("d"), Path("j"), Path("p"))
-    assert len({made.name for made in STUDIES}) == len(STUDIES)
 
 
 def carry_out(made: study.Study, printed: io.StringIO, *arguments: str) -> None:

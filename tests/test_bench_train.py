@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.train import chart, figures, report, sizes, study, systems
+from benchmarks.train import chart, figures, report, sizes, study
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import RESUMED_STEPS, Measured, Restart, Session
 from benchmarks.train.progress import Progress
 from benchmarks.train.series import Series
-from benchmarks.train.sizes import QUICK, Schedule
+from benchmarks.train.sizes import Schedule
 from benchmarks.train.systems import System
 
 REPO = Path(__file__).resolve().parents[1]
@@ -166,15 +166,6 @@ def saving(system: System) -> Measured:
     return run_of([5, 10, 15, 20] if system.saves else None)
 
 
-def test_every_round_runs_every_system_once_in_another_order() -> None:
-    session = FakeSession(saving)
-    series = series_of(session, 3)
-    orders = [tuple(session.order[at : at + 3]) for at in (0, 3, 6)]
-    assert len(set(orders)) == 3
-    assert all(sorted(order) == ["flashckpt", "none", "other"] for order in orders)
-    assert series.errors == []
-
-
 def test_a_failed_system_is_named_and_the_others_continue() -> None:
     def measured(system: System) -> Measured:
         if system is OTHER:
@@ -189,18 +180,6 @@ def test_a_failed_system_is_named_and_the_others_continue() -> None:
     systems_ = series.figures()["systems"]
     assert len(systems_["flashckpt"]["rounds"]) == 2
     assert systems_["other"]["figures"] == {}
-
-
-def test_a_start_that_is_known_to_hang_is_tried_once_more() -> None:
-    hanging = System("other", "another", hangs_with="waiting for socket")
-    session = FakeSession(
-        lambda system: (_ for _ in ()).throw(JobError("late", "waiting for socket"))
-    )
-    series = Series([hanging], {"installed": Megatron(Path(), (), {}, Path())}, SCHEDULE)
-    with Progress(1) as progress:
-        series.round(session, 0, 1, progress)
-    assert session.order == ["other", "other"]
-    assert len(series.errors) == 1
 
 
 def test_a_system_with_other_losses_has_no_figures_for_that_round() -> None:
@@ -280,23 +259,6 @@ def test_the_table_of_a_document_is_made_from_the_json_file(
     (tmp_path / "other.json").write_text('["a line"]')
     with pytest.raises(SystemExit, match="not the figures of"):
         report.read_figures(tmp_path / "other.json")
-
-
-def test_dlrover_is_left_out_with_the_missing_requirement(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MEGATRON_LM", raising=False)
-    options = argparse.Namespace(size=QUICK, dlrover=None, replicated_optimizer=False)
-    chosen = systems.chosen(systems.SYSTEMS, ["dlrover", "flashckpt"])
-    assert [system.name for system in chosen] == ["none", "flashckpt", "none-old", "dlrover"]
-    megatrons, left_out = study._megatrons(chosen, tmp_path, options)
-    assert list(megatrons) == ["installed"]
-    assert "set MEGATRON_LM" in left_out["DLRover"]
-    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
-    with pytest.raises(
-        systems.UnavailableError, match=r"^'git archive .* failed: fatal: not a git"
-    ):
-        systems.old_trees(tmp_path, tmp_path, QUICK)
 
 
 #: Published runs.

@@ -21,7 +21,7 @@ from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured
 from benchmarks.train.progress import Progress
 from benchmarks.train.series import Series
-from benchmarks.train.systems import HANGING, System, environment_on_gpu
+from benchmarks.train.systems import HANGING, System
 from tests.support.trainer import eventually
 from tests.test_bench_train import NONE, OTHER, OURS, SCHEDULE, FakeSession, saving
 
@@ -181,29 +181,12 @@ def test_a_system_that_hangs_is_a_row_that_says_so_with_its_last_lines() -> None
     )
 
 
-def test_the_table_of_a_gpu_names_card_driver_and_model_and_no_start_times() -> None:
-    figures = figures_with_a_hang()
-    text = report.markdown(figures)
-    assert "One rank, 0.4 billion parameters, a save every 5 steps" in text
-    assert "a card, driver 1; a CPU, 2 cores" in text
-    assert "lost in all" not in text
-    assert "restart: storage" not in text
-    assert "| durable |" in text.splitlines()[0]
-    assert report.table_of(figures).title.startswith("One rank, 0.4 billion parameters; seconds")
-
-
 def test_a_brief_table_has_one_model_fewer_columns_and_no_log() -> None:
     figures = figures_with_a_hang()
     text = report.document([figures, figures], brief=True)
     assert text.startswith("|  | lost per save | first save's step | durable | exit | rounds |")
     assert (text.count("| ours |"), text.count("waiting for process")) == (1, 0)
     assert report.document([figures, figures]).count("| ours |") == 2
-
-
-def test_the_environment_of_a_gpu_has_no_stand_in_for_it() -> None:
-    assert "cpu_megatron" not in environment_on_gpu(on_cpu=False)["PYTHONPATH"]
-    assert "CPU_CUDA_STUBS" not in environment_on_gpu(on_cpu=False)
-    assert "cpu_megatron" in environment_on_gpu(on_cpu=True)["PYTHONPATH"]
 
 
 # ---------------------------------------------------------------------- one real run
