@@ -17,7 +17,7 @@ from megatron_flashckpt.config import (
     Retention,
     load_config,
 )
-from megatron_flashckpt.errors import ConfigError, FlashCkptError
+from megatron_flashckpt.errors import ConfigError
 
 
 @pytest.fixture
@@ -58,11 +58,6 @@ def test_a_file_changes_only_the_settings_that_it_names(write):
     assert config == msgspec.structs.replace(
         Config(), slots=4, agent=msgspec.structs.replace(Config().agent, grace_s=60.0)
     )
-
-
-@pytest.mark.parametrize("as_type", [str, Path])
-def test_the_path_may_be_text_or_a_path(write, as_type):
-    assert load_config(as_type(write("slots: 4")), {}).slots == 4
 
 
 def test_the_environment_can_name_the_file(write):
@@ -155,14 +150,6 @@ def test_unknown_variables_are_all_named():
     assert "FLASHCKPT_AGENT__GRACE_S" in known, "the list shows other names than users set"
 
 
-def test_a_single_unknown_setting_reads_in_the_singular(write):
-    with pytest.raises(
-        ConfigError,
-        match=r": unknown setting slot \(did you mean slots\?\); correct or remove it$",
-    ):
-        load_config(write("slot: 3"), {})
-
-
 @pytest.mark.parametrize("text", ["agent: 5", "agent: null", "agent: [grace_s]", "agent: x"])
 def test_a_plain_value_for_a_section_is_refused(write, text):
     with pytest.raises(ConfigError, match=r"agent must be a section \(fields: grace_s, "):
@@ -172,16 +159,9 @@ def test_a_plain_value_for_a_section_is_refused(write, text):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("slots", "two"),
-        ("slots", "2.5"),
-        ("slots", "2.0"),
-        ("slots", "true"),
-        ("slots", "null"),
-        ("slots", "[2]"),
-        ("staging", "later"),
+        *(("slots", text) for text in ("two", "2.5", "2.0", "true", "null", "[2]")),
         ("staging", "Deferred"),
         ("busy", "7"),
-        ("on_failure", "no"),
         ("restore_from_memory", "1"),
         ("restore_from_memory", "'true'"),
         ("drain_timeout_s", "1h"),
@@ -311,7 +291,11 @@ def test_a_directory_is_no_settings_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["slots: [", "a: b: c", "\tslots: 2", b"\xff\xfe\x00", b"\x00", "? {a: b}\n: c"]
+    "text",
+    [
+        *("slots: [", "a: b: c", "\tslots: 2", b"\xff\xfe\x00", b"\x00", "? {a: b}\n: c"),
+        *("slots: *unknown", "slots: 2020-99-99", "slots: !!int"),
+    ],
 )
 def test_a_file_that_is_not_yaml_is_refused(write, text):
     path = write(text)
@@ -347,18 +331,6 @@ def test_a_settings_file_cannot_call_anything(write, tmp_path):
     with pytest.raises(ConfigError, match="is not valid YAML"):
         load_config(path, {})
     assert not made.exists()
-
-
-def test_settings_cannot_be_changed_afterwards():
-    config = Config()
-    with pytest.raises(AttributeError):
-        config.slots = 3
-
-
-def test_a_config_error_is_a_value_error_of_ours():
-    with pytest.raises(ValueError, match="unknown setting") as caught:
-        load_config(environ={"FLASHCKPT_X": "1"})
-    assert isinstance(caught.value, FlashCkptError)
 
 
 def test_rules_of_retention_come_from_a_file_or_from_variables(write):

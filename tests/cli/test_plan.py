@@ -31,9 +31,6 @@ def run(
 @pytest.mark.parametrize(
     ("words", "reasons"),
     [
-        ("--use-megatron-fsdp", ["with --use-megatron-fsdp Megatron's own functions save"]),
-        ("--use-custom-fsdp", ["with --use-custom-fsdp"]),
-        ("--use-torch-fsdp2", ["with --use-torch-fsdp2"]),
         (f"{AWARE} --exp-avg-dtype fp8", ["--exp-avg-dtype fp8 keeps states with scales"]),
         (
             f"{AWARE} --exp-avg-sq-dtype=fp16 --main-params-dtype fp16",

@@ -250,22 +250,6 @@ def test_a_narrow_terminal_gets_one_line_per_save(
     assert titles == everything[:-1], "a wide terminal has all columns, and remarks below"
 
 
-def test_a_drawing_names_directory_and_states_and_has_red_for_failures_only(
-    saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn = []
-    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    report(capsys, saves, "--png", tmp_path / "x.png")
-    (axes,) = drawn[0].axes
-    colors = {bar.get_facecolor() for bar in axes.patches}
-    assert len(colors) == 4
-    assert axes.get_title() == f"saves to {saves}"
-    ticks = [label.get_text() for label in axes.get_yticklabels()]
-    assert ticks == ["1 (removed)", "2", "3 (failed)", "4"], "only unusual states are named"
-    assert not any(red > max(green, blue) + 0.6 for red, green, blue, _ in colors)
-
-
 def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png")
