@@ -31,9 +31,7 @@ from megatron_flashckpt.file_format.file_names import next_attempt, save_name
 from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.read_plan import Read, read_plan
-from megatron_flashckpt.load.chunk_reader import Part
-from megatron_flashckpt.load.chunk_reader import read_all as read_stored
+from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import (
     SAVE_ID,
@@ -56,8 +54,6 @@ LARGE = [
     Piece("large.a", "master", "F32", (A,), (0,), (A,), 0, A),
     Piece("large.b", "weight", "BF16", (3, B), (0, 0), (3, B), 0, 3 * B),
 ]
-#: Index of the second tensor's first element in the third chunk.
-BORDER = (2 * CHUNK_NBYTES - LARGE[0].nbytes) // 2
 
 
 def equal(tensors: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
@@ -105,72 +101,6 @@ def test_any_range_of_any_box_is_read_bit_for_bit(made: MadeSave, data: st.DataO
     end = data.draw(st.integers(start, box.numel))
     part = Piece(*box.box[:2], box.dtype, box.global_shape, box.offset, box.shape, start, end)
     assert equal(read(made.stored(), [part]), expected([part]))
-
-
-@pytest.mark.parametrize("threads", [1, 2, 8])
-def test_tensors_of_several_chunks_are_read_bit_for_bit(
-    large: MadeSave, large_bytes: list[torch.Tensor], threads: int
-) -> None:
-    stored = large.stored()
-    assert len(stored.shard(0).digests) == 3
-    assert equal(read(stored, LARGE, threads), large_bytes)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "start", "end", "chunks"),
-    [
-        (0, 0, 1, [0]),
-        (0, CHUNK_NBYTES // 4 - 1, CHUNK_NBYTES // 4, [0]),
-        (0, CHUNK_NBYTES // 4 - 1, CHUNK_NBYTES // 4 + 1, [0, 1]),
-        (0, CHUNK_NBYTES // 4, CHUNK_NBYTES // 4 + 1, [1]),
-        (0, 5, A, [0, 1]),
-        (1, 0, 1, [1]),
-        (1, BORDER - 15, BORDER, [1]),
-        (1, BORDER - 15, BORDER + 15, [1, 2]),
-        (1, 7, 3 * B, [1, 2]),
-        (1, 3 * B - 1, 3 * B, [2]),
-    ],
-)
-def test_a_range_reads_only_its_chunks(
-    large: MadeSave,
-    large_bytes: list[torch.Tensor],
-    tensor: int,
-    start: int,
-    end: int,
-    chunks: list[int],
-) -> None:
-    whole = LARGE[tensor]
-    width = whole.nbytes // whole.numel
-    part = Piece(*whole.box[:2], whole.dtype, whole.global_shape, *whole.box[2:], start, end)
-    stored = large.stored()
-    sink = CollectingSink()
-    nbytes = read_stored(stored, read_plan([part], stored.sources(), "it"), [part], sink, 2)
-    assert sink.joined() == bytes(large_bytes[tensor][start * width : end * width].numpy().data)
-    total = stored.shard(0).template.nbytes
-    assert nbytes == sum(min(CHUNK_NBYTES, total - c * CHUNK_NBYTES) for c in chunks)
-
-
-class CollectingSink:
-    """A sink without torch that keeps the arrived parts by offset."""
-
-    def __init__(self) -> None:
-        self.parts: dict[int, bytes] = {}
-
-    def place(self, read: Read, offset: int, nbytes: int) -> None:
-        return None
-
-    def put(self, parts: list[Part]) -> None:
-        for part in parts:
-            assert part.read.wanted == 0
-            assert not part.source.readonly
-            self.parts[part.offset] = bytes(part.source)
-
-    def joined(self) -> bytes:
-        position = 0
-        for offset, part in sorted(self.parts.items()):
-            assert offset == position, "every byte arrives exactly once"
-            position += len(part)
-        return b"".join(part for _, part in sorted(self.parts.items()))
 
 
 def test_reading_changes_nothing(made: MadeSave) -> None:
@@ -310,16 +240,6 @@ def test_a_damaged_chunk_is_named_and_other_chunks_stay_readable(
     assert f"chunk 2 (bytes {last[0]}-{last[1]} of the data): digest " in str(damage)
     assert stored.shard(0).digests[2] in str(damage)
     assert equal(read(stored, LARGE[:1]), large_bytes[:1])
-
-
-def test_bytes_of_a_damaged_chunk_never_arrive(damaged_large: MadeSave) -> None:
-    stored = damaged_large.stored()
-    sink = CollectingSink()
-    plan = read_plan(LARGE[1:], stored.sources(), "it")
-    with pytest.raises(CorruptCheckpointError, match="chunk 2 "):
-        read_stored(stored, plan, LARGE[1:], sink, 1)
-    in_chunk_1 = 2 * CHUNK_NBYTES - LARGE[0].nbytes
-    assert [(offset, len(part)) for offset, part in sink.parts.items()] == [(0, in_chunk_1)]
 
 
 def test_a_shard_removed_during_a_read_is_reported_as_missing(tmp_path: Path) -> None:

@@ -121,18 +121,6 @@ DAMAGES = {
         lambda made: rewrite(made.shard(1), lambda held: held[:-1]),
         rf"{SHARD_1}: \d+ bytes long, the manifest says \d+; {OLDER}",
     ),
-    "cut inside the header": Damage(
-        lambda made: rewrite(made.shard(1), lambda held: held[:100]),
-        rf"{SHARD_1}: 100 bytes long, the manifest says \d+; {OLDER}",
-    ),
-    "cut inside the length": Damage(
-        lambda made: rewrite(made.shard(1), lambda held: held[:5]),
-        rf"{SHARD_1}: 5 bytes long, the manifest says \d+; {OLDER}",
-    ),
-    "empty": Damage(
-        lambda made: made.shard(1).write_bytes(b""),
-        rf"{SHARD_1}: 0 bytes long, the manifest says \d+; {OLDER}",
-    ),
     "one byte more": Damage(
         lambda made: rewrite(made.shard(1), lambda held: held + b"\0"),
         rf"{SHARD_1}: \d+ bytes long, the manifest says \d+; {OLDER}",
@@ -149,10 +137,6 @@ DAMAGES = {
         lambda made: shard_of(made, 20, made.save_id),
         rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
     ),
-    "a shard of another save of this iteration": Damage(
-        lambda made: shard_of(made, made.iteration, OTHER_SAVE),
-        rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
-    ),
     "a vouched shard of another iteration": Damage(
         lambda made: digested_shard_of(made, 20, made.save_id),
         rf"{SHARD_1}: is the shard of \(iteration, save, rank\) \(20, '[\w.-]+', 1\), expected "
@@ -165,11 +149,6 @@ DAMAGES = {
     "missing": Damage(lambda made: made.shard(1).unlink(), rf"{SHARD_1}: is missing; {OLDER}"),
     "a symbolic link": Damage(
         lambda made: link_to_kept(made.shard(1)),
-        rf"{SHARD_1}: cannot read .*a symbolic link stands where a file should be: remove it$",
-        StorageError,
-    ),
-    "a dangling symbolic link": Damage(
-        lambda made: put_in_place_of(made.shard(1), lambda path: path.symlink_to("nowhere")),
         rf"{SHARD_1}: cannot read .*a symbolic link stands where a file should be: remove it$",
         StorageError,
     ),
@@ -188,14 +167,6 @@ DAMAGES = {
         lambda made: rewrite(made.shard(1), lambda held: struct.pack("<Q", 1 << 60) + held[8:]),
         rf"{SHARD_1}: header claims {1 << 60} bytes, so this is not a shard file; {OLDER}",
     ),
-    "a header longer than the file": Damage(
-        lambda made: rewrite(made.shard(1), lambda held: struct.pack("<Q", 99_999_999) + held[8:]),
-        rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
-    ),
-    "a deeply nested header": Damage(
-        lambda made: made.forge(1, header(b'{"__metadata__":' + b"[" * 500_000)),
-        rf"{SHARD_1}: header is not that of a flashckpt shard .*; {OLDER}",
-    ),
     "a header of another tool": Damage(
         lambda made: made.forge(1, header(b'{"__metadata__":{"format":"pt"}}')),
         rf"{SHARD_1}: header is not that of a flashckpt shard .*; {OLDER}",
@@ -205,28 +176,12 @@ DAMAGES = {
         rf"{SHARD_1}: format version {FORMAT_VERSION + 1}; .* upgrade megatron_flashckpt, or load",
         FormatVersionError,
     ),
-    "a header with fewer digests": Damage(
-        lambda made: forge_metadata(made, lambda fields: fields.update(digests="")),
-        rf"{SHARD_1}: 0 digests of \d+ bytes do not match \d+ bytes of data; {OLDER}",
-    ),
-    "a header that moves a tensor": Damage(
-        lambda made: forge_metadata(made, lambda fields: fields["pieces"][-1].__setitem__(3, 1)),
-        rf"{SHARD_1}: .*range \[1, \d+\) leaves the box; {OLDER}",
-    ),
-    "a header that puts a tensor outside the global one": Damage(
-        lambda made: forge_metadata(made, lambda fields: fields["pieces"][0][1].__setitem__(0, 99)),
-        rf"{SHARD_1}: .*box leaves the global shape .*; {OLDER}",
-    ),
     # ------------------------------------------------------------------ common
     "common missing": Damage(
         lambda made: (made.common).unlink(), rf"\.common\.msgpack: is missing; {OLDER}"
     ),
     "common with a flipped bit": Damage(
         lambda made: rewrite(made.common, lambda h: bytes([h[0] ^ 1]) + h[1:]),
-        rf"\.common\.msgpack: digest \w+, expected \w+; {OLDER}",
-    ),
-    "common cut short": Damage(
-        lambda made: rewrite(made.common, lambda held: held[:-1]),
         rf"\.common\.msgpack: digest \w+, expected \w+; {OLDER}",
     ),
     "common a symbolic link": Damage(
@@ -240,22 +195,6 @@ DAMAGES = {
         lambda made: made.manifest.write_text("{ not json"),
         rf"\.end: is not a manifest .*; {OLDER}",
     ),
-    "manifest empty": Damage(
-        lambda made: made.manifest.write_bytes(b""),
-        rf"\.end: is not a manifest .*; {OLDER}",
-    ),
-    "manifest cut short": Damage(
-        lambda made: rewrite(made.manifest, lambda held: held[:-1]),
-        rf"\.end: is not a manifest .*; {OLDER}",
-    ),
-    "manifest not UTF-8": Damage(
-        lambda made: rewrite(made.manifest, lambda held: held.replace(b"layers", b"lay\xff\xfes")),
-        rf"\.end: is not a manifest .*; {OLDER}",
-    ),
-    "manifest deeply nested": Damage(
-        lambda made: made.manifest.write_bytes(b'{"version":2,"keys":' + b"[" * 500_000),
-        rf"\.end: is not a manifest .*; {OLDER}",
-    ),
     "manifest of a newer release": Damage(
         lambda made: made.change_manifest(lambda fields: fields.update(version=FORMAT_VERSION + 1)),
         rf"\.end: format version {FORMAT_VERSION + 1}; .*upgrade megatron_flashckpt, or l",
@@ -266,36 +205,13 @@ DAMAGES = {
         "holds iteration 20, so this directory was renamed or copied",
         RenamedCheckpointError,
     ),
-    "manifest naming a file above": Damage(
-        change_entry(file="../x"),
-        rf"\.end: '\.\./x' is not the shard of rank 1 of this save; {OLDER}",
-    ),
-    "manifest naming an absolute path": Damage(
-        change_entry(file="/etc/passwd"),
-        rf"\.end: '/etc/passwd' is not the shard of rank 1 of this save; {OLDER}",
-    ),
-    "manifest naming one file twice": Damage(
-        change_entry(file=shard_name(0, SAVE_ID)),
-        rf"\.end: '[\w.-]+' is not the shard of rank 1 of this save; {OLDER}",
-    ),
     "manifest of an absurd world": Damage(
         lambda made: made.change_manifest(lambda fields: fields.update(world_size=10**15)),
         rf"\.end: shards are not those of ranks 0 to 9{{15}}; {OLDER}",
     ),
-    "manifest of no world": Damage(
-        lambda made: made.change_manifest(lambda fields: fields.update(world_size=0, shards=[])),
-        rf"\.end: shards are not those of ranks .*; {OLDER}",
-    ),
-    "manifest without the last rank": Damage(
-        lambda made: made.change_manifest(lambda fields: fields["shards"].pop()),
-        rf"\.end: shards are not those of ranks 0 to 3; {OLDER}",
-    ),
     "manifest with an unknown type": Damage(
         change_item(2, "F12"),
         rf"\.end: a template has \d+ elements of type 'F12'; {OLDER}",
-    ),
-    "manifest with negative elements": Damage(
-        change_item(5, -5), rf"\.end: a template has -5 elements of type '\w+'; {OLDER}"
     ),
     "manifest with another size of a file": Damage(
         change_entry(nbytes=17),

@@ -274,13 +274,6 @@ def test_the_report_names_damage_place_and_loss(
     assert "RESUMES FROM ITERATION 4 in storage: 2 iterations are lost" in block
 
 
-def test_the_report_of_one_lost_iteration_is_singular(
-    storage: PosixStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    tried(storage, [held(7)], {"memory 7": DAMAGE})
-    assert "RESUMES FROM ITERATION 6 in storage: 1 iteration is lost" in caplog.messages[-1]
-
-
 def test_only_rank_0_logs_the_report(storage: PosixStore, caplog: pytest.LogCaptureFixture) -> None:
     candidates = opened(storage, [], rank=1)
     candidates.refuse(DAMAGE)

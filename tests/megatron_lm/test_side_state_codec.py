@@ -137,22 +137,6 @@ def test_every_plain_value_is_restored_with_its_type(tree):
     assert typed(round_trip(tree)) == typed(tree)
 
 
-def test_args_are_restored_as_a_namespace():
-    args = argparse.Namespace(
-        tensor_model_parallel_size=2,
-        params_dtype=torch.bfloat16,
-        attention_backend=Colour.RED,
-        level=Level.LOW,
-        lr=1e-4,
-        data_path=["a", "b"],
-        betas=(0.9, 0.95),
-        load=None,
-        nested={"a": {"b": [1, None, {"c": ()}]}},
-    )
-    assert typed(round_trip(args)) == typed(args)
-    assert isinstance(round_trip(types.SimpleNamespace(a=1)), argparse.Namespace)
-
-
 @pytest.mark.parametrize("member", [Colour.RED, Colour.BLUE, Level.LOW, Outer.Inner.ONE])
 def test_an_enum_is_restored_as_the_same_member(member):
     assert round_trip(member) is member
@@ -180,17 +164,6 @@ def test_a_named_tuple_is_restored_as_a_named_tuple(pair):
 def test_decoding_creates_only_imported_named_tuples(path, items):
     made = {TAG: "namedtuple", "class": path, "value": items}
     assert side_state_codec.decode(saved({"a": made, "b": 1}), PLACE) == {"b": 1}
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        *(Colour.RED, Pair(1, 2), (Colour.RED, 1), frozenset({Level.LOW})),
-        *(b"", torch.float32, None, TAG),
-    ],
-)
-def test_a_dict_key_of_any_type_is_restored(key):
-    assert typed(round_trip({key: 1, "other": 2})) == typed({key: 1, "other": 2})
 
 
 @pytest.mark.parametrize(
@@ -317,7 +290,8 @@ def test_a_path_is_restored_as_text():
     assert round_trip(pathlib.PurePosixPath("/a/b")) == "/a/b"
 
 
-def test_subclasses_of_dict_are_restored_as_plain_dicts():
+def test_other_classes_of_namespaces_and_dicts_are_restored_as_the_plain_ones():
+    assert isinstance(round_trip(types.SimpleNamespace(a=1)), argparse.Namespace)
     ordered = collections.OrderedDict(b=1, a=collections.defaultdict(list, c=[2]))
     assert typed(round_trip(ordered)) == typed({"b": 1, "a": {"c": [2]}})
 
@@ -500,25 +474,17 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-class Shell(Bomb):
-    """Object that runs a shell command when it is unpickled."""
-
-    def __reduce__(self):
-        return os.system, (f"mkdir {self.path}",)
-
-
 def torch_saved(value) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("bomb", [Bomb, Shell])
 @pytest.mark.parametrize("write", [torch_saved, pickle.dumps])
 @pytest.mark.parametrize("wrap", [lambda bomb: bomb, lambda bomb: {"args": [1, bomb]}])
-def test_a_pickle_bomb_is_refused_without_running(tmp_path, bomb, write, wrap):
+def test_a_pickle_bomb_is_refused_without_running(tmp_path, write, wrap):
     made = tmp_path / "made"
-    encoded = write(wrap(bomb(made)))
+    encoded = write(wrap(Bomb(made)))
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: side state is damaged"):
         side_state_codec.decode(encoded, PLACE)
     assert not made.exists()
@@ -547,12 +513,6 @@ def test_tags_nested_too_deeply_are_refused():
     assert side_state_codec.decode(saved({"args": 1}), PLACE) == {"args": 1}
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: .*RecursionError"):
         side_state_codec.decode(saved({"args": tree}), PLACE)
-
-
-@pytest.mark.parametrize("bomb", [Bomb, Shell])
-def test_the_pickle_bombs_run_under_plain_unpickling(tmp_path, bomb):
-    torch.load(io.BytesIO(torch_saved(bomb(tmp_path / "made"))), weights_only=False)
-    assert (tmp_path / "made").is_dir()
 
 
 @pytest.mark.parametrize(

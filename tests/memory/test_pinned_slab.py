@@ -15,7 +15,6 @@ from megatron_flashckpt.memory import pinned_slab
 from megatron_flashckpt.memory.pinned_slab import PinnedSlab, unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from tests.simulated_gpu import Node, simulated_gpus
-from tests.simulated_gpu.runtime import NOT_REGISTERED
 from tests.support.mapped import times_mapped
 from tests.support.trainer import PATIENCE_S, eventually
 
@@ -167,20 +166,6 @@ def test_all_ranks_of_a_node_pause_together(node: Node, slab: Slab, tmp_path: Pa
     other_slab.close()
 
 
-def test_the_log_says_what_was_locked(
-    node: Node, slab: Slab, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    pinned = PinnedSlab(slab, 0, None)
-    pinned.wait()
-    pinned.unpin()
-    gib = f"{slab.geometry.nbytes / 2**30:.2f}"
-    (line,) = caplog.messages
-    assert line.startswith(
-        f"{gib} of {gib} GiB of this rank's checkpoint slots were page-locked in "
-    )
-
-
 @pytest.mark.parametrize("failing", [0, 3])
 def test_chunks_locked_before_a_failure_stay_usable(
     node: Node, slab: Slab, failing: int, caplog: pytest.LogCaptureFixture
@@ -233,16 +218,6 @@ def test_unpinning_during_locking_unlocks_the_locked_chunks(node: Node, slab: Sl
     assert len(node.runtime.registered_by) == 2
     assert node.runtime.locked == {}
     assert node.here.latched is None
-
-
-def test_closing_ends_the_thread_and_leaves_all_chunks_locked(node: Node, slab: Slab) -> None:
-    pinned = PinnedSlab(slab, 0, None)
-    pinned.wait()
-    pinned.close()
-    assert not pinned._thread.is_alive()
-    assert pinned.covers(slab.geometry.nbytes)
-    assert len(node.runtime.locked) == 5
-    assert "cudaHostUnregister" not in {call.name for call in node.calls}
 
 
 def test_memory_that_stays_locked_stays_mapped(node: Node) -> None:
@@ -391,15 +366,6 @@ def test_if_the_runtime_raises_no_chunk_is_locked(
     assert not pinned._thread.is_alive()
 
 
-def test_if_the_device_has_failed_no_chunk_is_locked(node: Node, slab: Slab) -> None:
-    node.devices[5].fail("an illegal memory access was encountered")
-    pinned = PinnedSlab(slab, 5, None)
-    pinned.wait()
-    assert not pinned.covers(1)
-    pinned.close()
-    assert not pinned._thread.is_alive()
-
-
 def test_unpinning_ends_even_if_the_runtime_raises(node: Node, slab: Slab) -> None:
     pinned = PinnedSlab(slab, 0, None)
     pinned.wait()
@@ -407,21 +373,6 @@ def test_unpinning_ends_even_if_the_runtime_raises(node: Node, slab: Slab) -> No
     pinned.unpin()
     await_end(pinned)
     assert not pinned.covers(1)
-
-
-def test_exactly_the_memory_of_the_slab_is_locked(node: Node, slab: Slab) -> None:
-    pinned = PinnedSlab(slab, 0, None)
-    pinned.wait()
-    source = torch.full((CHUNK,), 9, dtype=torch.uint8, device="cuda")
-    target = torch.frombuffer(slab.memory, dtype=torch.uint8)[CHUNK : 2 * CHUNK]
-    torch.cuda.synchronize()
-    with node.devices[0].held():
-        target.copy_(source, non_blocking=True)
-        assert torch.count_nonzero(target) == 0
-    torch.cuda.synchronize()
-    assert target.tolist() == [9] * CHUNK
-    assert node.runtime.cudaHostUnregister(address(slab) + 1) == NOT_REGISTERED
-    pinned.unpin()
 
 
 def test_a_directory_that_is_away_does_not_end_locking(
