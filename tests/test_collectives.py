@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from megatron_flashckpt import collectives
 from megatron_flashckpt.collectives import (
@@ -24,6 +23,7 @@ from megatron_flashckpt.collectives import (
     run_on_rank_0,
 )
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
+from tests.support.forked.nursery import call_in_ranks
 
 RANKS = 3
 #: Attribute whose name changed in torch 2.13.
@@ -152,7 +152,7 @@ def rank_main(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("collectives")
-    torch.multiprocessing.spawn(rank_main, (str(directory),), RANKS)
+    call_in_ranks(rank_main, (str(directory),), RANKS)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from megatron_flashckpt.load.all_to_all import Stream, transfer
+from tests.support.forked.nursery import call_in_ranks
 
 RANKS = 2
 NBYTES = 64
@@ -97,7 +97,7 @@ def rank_main(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("transfer")
-    torch.multiprocessing.spawn(rank_main, (str(directory),), RANKS)
+    call_in_ranks(rank_main, (str(directory),), RANKS)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

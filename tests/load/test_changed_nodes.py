@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing
 
 from megatron_flashckpt import collectives
 from megatron_flashckpt.config import AgentConfig, Config
@@ -27,6 +26,7 @@ from megatron_flashckpt.load.memory_checkpoints import held_in_memory
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.peer_setup import connect_agents
 from tests.support.cluster import Cluster
+from tests.support.forked.nursery import call_in_ranks
 from tests.support.trainer import content, new_save_id
 
 RANKS = 3
@@ -152,7 +152,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
             )
             for name, restart in RESTARTS.items()
         }
-        torch.multiprocessing.spawn(_ask, (where, places), RANKS)
+        call_in_ranks(_ask, (where, places), RANKS)
         yield {
             name: [json.loads((where / f"{name}-{rank}").read_text()) for rank in range(RANKS)]
             for name in RESTARTS

@@ -10,7 +10,6 @@ from unittest import mock
 
 import msgspec
 import torch.distributed as dist
-import torch.multiprocessing
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.catalog.lineage import Save
@@ -27,6 +26,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import SAVE_ID, make, persist, pieces_of_rank
+from tests.support.forked.nursery import call_in_ranks
 
 RANKS = 2
 SAVE = Save(10, SAVE_ID)
@@ -83,7 +83,7 @@ def _load(rank: int, where: Path) -> None:
 
 def test_all_ranks_fail_if_one_has_no_memory_for_buffers(tmp_path: Path) -> None:
     make(tmp_path / "save", ranks=[pieces_of_rank(rank) for rank in range(RANKS)])
-    torch.multiprocessing.spawn(_load, (tmp_path,), RANKS)
+    call_in_ranks(_load, (tmp_path,), RANKS)
     for source in ("storage", "memory"):
         messages = [json.loads((tmp_path / f"{source}{rank}").read_text()) for rank in range(RANKS)]
         assert messages == ["FlashCkptError: rank 1: MemoryError: no memory for a buffer"] * RANKS

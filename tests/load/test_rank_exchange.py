@@ -23,7 +23,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +36,7 @@ from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from tests.simulated_gpu import simulated_gpus
 from tests.simulated_gpu.nccl import nccl_over_gloo
+from tests.support.forked.nursery import call_in_ranks
 from tests.support.strategies import in_layout_order
 from tests.support.worlds import (
     Sizes,
@@ -292,7 +292,7 @@ def digest(data: bytes) -> str:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     directory = tmp_path_factory.mktemp("exchange")
-    torch.multiprocessing.spawn(rank_main, (str(directory),), RANKS)
+    call_in_ranks(rank_main, (str(directory),), RANKS)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import pytest
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from tests.support.checkpoints import expected, make
-from tests.support.megatron_jobs import end
+from tests.support.forked.job import run_forked
 
 REPO = Path(__file__).resolve().parents[2]
 RANKS = 3
@@ -68,23 +65,21 @@ def run_cases(tmp_path: Path, cases: list[dict[str, Any]]) -> dict[str, list[dic
     """Run the cases; return the traced events of each rank by case."""
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPO),
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
         "TRACE_DIR": str(tmp_path),
-        "TMPDIR": str(tmp_path),
         "CASES": str(tmp_path / "cases.json"),
     }
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(RANKS), str(REPO / "tests/support/jobs/replica_reads.py")),
-    ]
-    with open(tmp_path / "log", "w") as log:
-        job = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
-    try:
-        assert job.wait(240) == 0, (tmp_path / "log").read_text()[-4000:]
-    finally:
-        end(job)
+    log = tmp_path / "log"
+    status = run_forked(
+        [str(REPO / "tests/support/jobs/replica_reads.py")],
+        *([environment], RANKS),
+        cwd=tmp_path,
+        log=log,
+        max_restarts=0,
+        timeout_s=240,
+    )
+    assert status == 0, log.read_text()[-4000:]
     events: dict[str, list[dict]] = {case["name"]: [] for case in cases}
     for rank in range(RANKS):
         for line in (tmp_path / f"rank_{rank}.jsonl").read_text().splitlines():

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.save import probe
 from megatron_flashckpt.storage import posix_store
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.posix_writer import PosixWriter
+from tests.support.forked.nursery import call_in_ranks
 from tests.support.trainer import eventually
 
 
@@ -145,7 +145,7 @@ def rank_main(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     directory = tmp_path_factory.mktemp("probe")
-    torch.multiprocessing.spawn(rank_main, (str(directory),), 2)
+    call_in_ranks(rank_main, (str(directory),), 2)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 

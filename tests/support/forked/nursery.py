@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import connection, context, forkserver, popen_forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,6 +68,14 @@ def nursery() -> Any:
         os.environ.clear()
         os.environ.update(before)
     return nursery_context
+
+
+def call_in_ranks(function: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Call `function(rank, *arguments)` in as many forked processes; raise if one of them fails."""
+    from torch.multiprocessing import start_processes  # other users of this module have no torch
+
+    nursery()
+    start_processes(function, arguments, ranks, start_method="forkserver")
 
 
 def settle_in(environment: dict[str, str], log: str, *, afresh: bool = True) -> None:
