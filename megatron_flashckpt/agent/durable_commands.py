@@ -22,7 +22,6 @@ from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError
-from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import due_name, end_name, iteration_dir
 from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, decode_facts
 from megatron_flashckpt.storage.retrying_store import RetryingStore
@@ -163,7 +162,6 @@ class DurableCommands:
         # The agent is spared when memory runs out; its commands are not.
         with contextlib.suppress(OSError):
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("0")
-        hit("durable.command")
         assert process.stdout is not None
         # A child that the command leaves behind may hold its output open for ever.
         reader = threading.Thread(target=_log, args=(process.stdout,), daemon=True)

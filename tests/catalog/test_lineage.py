@@ -201,6 +201,14 @@ def test_a_step_means_the_checkpoint_of_the_newest_history_or_else_the_latest() 
     again = saved(FIRST, 40, attempt=2)
     assert at(facts(stored=[*DEAD, again]), 40) == again
     assert at(FACTS, 77) is None
+    unknown = saved(THIRD, 30)
+    assert at(facts(stored=[*PATH, unknown]), 30) == PATH[-1], "no run of this directory made it"
+
+
+def test_a_run_descends_from_all_ancestors_of_its_checkpoint_but_of_a_release() -> None:
+    assert descent(PATH[-1], LEFT) == (Ancestor(SECOND, 30), *LEFT)
+    weights = Save(RELEASE, PATH[0].save_id)
+    assert descent(weights, LEFT) == (Ancestor(FIRST, RELEASE),)
 
 
 @pytest.mark.parametrize(
