@@ -82,6 +82,14 @@ POINTS = {
     # common state, a tracker.
     "put.written": ("storage.posix_files", "the data is written under a temporary name only"),
     "put.renamed": ("storage.posix_files", "the file has its name, which may not be durable"),
+    # The same in a bucket: one shard, and any small object.
+    "upload.begun": ("storage.object_writer", "the upload has a number; no part was sent"),
+    "upload.chunk": (
+        "storage.object_writer",
+        "the client has one more chunk of a shard, and sends whole parts",
+    ),
+    "upload.whole": ("storage.object_writer", "the client has all chunks; nobody sees the shard"),
+    "object.put": ("storage.object_store", "the object is there; its writer does not know"),
     # The agent, committing.
     "commit.ready": ("agent.committer", "all commit records exist; none is merged"),
     "commit.common": ("agent.proposals", "the common state exists; the save has no end"),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 from megatron_flashckpt.errors import AlreadyExistsError, ConfigError, StorageError
+from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.object_writer import ObjectWriter
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen, cut
 from megatron_flashckpt.storage.store import Entry, Pace, check_name
@@ -146,6 +147,7 @@ class ObjectStore:
         self._check(name)
         with self._errors(name, "write", writes=True):
             self._client.put(name, data, use_multipart=False)
+        hit("object.put")
 
     def append(self, name: str, data: bytes) -> None:
         self._check(name)
@@ -168,6 +170,7 @@ class ObjectStore:
                 raise AlreadyExistsError(
                     errno.EEXIST, f"{self._url}/{name}: exists already"
                 ) from error
+        hit("object.put")
 
     def writer(self, name: str, nbytes: int) -> ObjectWriter:
         self._check(name)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.failpoints import hit
 
 #: Bytes that wait for the upload before `write_at` waits, too.
 _WAITING_NBYTES = 32 * 2**20
@@ -110,6 +111,7 @@ class ObjectWriter:
         Raises:
             StorageError: the writer was abandoned, or finished with a gap.
         """
+        hit("upload.begun")
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._next in self._waiting or self._state != "open")
@@ -121,9 +123,11 @@ class ObjectWriter:
                 self._next += len(chunk)
                 self._changed.notify_all()
             yield chunk
+            hit("upload.chunk")
         if self._next != self._nbytes:
             raise StorageError(
                 errno.EINVAL,
                 f"{self._place}: {self._nbytes} bytes should be written, but those from "
                 f"{self._next} on were not",
             )
+        hit("upload.whole")

@@ -17,6 +17,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -60,6 +61,16 @@ def s3_server(directory: Path) -> Iterator[int]:
         for port in ports.values():
             for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 left.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def reachable_s3_server(directory: Path) -> Iterator[None]:
+    """Run it in a new directory, with an environment that reaches it, for children, too."""
+    directory.mkdir()
+    with s3_server(directory) as port:
+        endpoint = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true"}
+        with mock.patch.dict(os.environ, {**CREDENTIALS, **endpoint}):
+            yield
 
 
 def skip_without_obstore() -> None:
@@ -181,14 +192,13 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
 
         def forward(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-            connection.putrequest(self.command, self.path, True, True)
-            for name, value in self.headers.items():
-                connection.putheader(name, value)
-            connection.endheaders(body)
-            response = connection.getresponse()
-            data = response.read()
-            connection.close()
-            return response, data
+            with contextlib.closing(connection):
+                connection.putrequest(self.command, self.path, True, True)
+                for name, value in self.headers.items():
+                    connection.putheader(name, value)
+                connection.endheaders(body)
+                response = connection.getresponse()
+                return response, response.read()
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
 

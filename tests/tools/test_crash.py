@@ -15,7 +15,7 @@ import pytest
 
 from megatron_flashckpt.failpoints import POINTS
 from tests.tiers import only_first
-from tools.crash import job, second_starts, storage_faults, trouble
+from tools.crash import job, roots, second_starts, storage_faults, trouble
 from tools.crash.cells import all_cells, sample
 from tools.crash.families import family_sample
 from tools.crash.family import FamilyCell
@@ -27,15 +27,25 @@ from tools.crash.peers import (
     peer_sample,
     run_peer_cell,
 )
+from tools.crash.requeues import Requeue
 from tools.crash.rivals import RivalCell, rival_sample, run_rival_cell
+from tools.crash.roots import PLAIN, S3, is_hit
 from tools.crash.second_starts import SecondStart
 from tools.crash.start import RunPlan
-from tools.crash.story import KILLED, Cell, run_cell
+from tools.crash.story import AGENT, KILLED, Cell, Crash, run_cell
 
 
 @pytest.mark.parametrize("cell", only_first(sample()), ids=str)
 def test_a_killed_job_loses_no_checkpoint_and_leaves_no_files(cell: Cell, tmp_path: Path) -> None:
     assert len(run_cell(cell, tmp_path)) == len(cell.crashes)
+
+
+@pytest.mark.second_tier
+def test_a_job_in_a_bucket_loses_no_checkpoint_and_leaves_no_objects(
+    tmp_path: Path, s3_url: str
+) -> None:
+    roots.put_in_bucket(tmp_path, s3_url)
+    assert len(run_cell(Cell((Crash("agent", "upload.chunk", 13, AGENT),)), tmp_path)) == 1
 
 
 @pytest.mark.second_tier
@@ -52,6 +62,20 @@ def test_an_agent_that_wakes_after_a_takeover_changes_no_file(
     cell: RivalCell, tmp_path: Path
 ) -> None:
     run_rival_cell(cell, tmp_path)
+
+
+@pytest.mark.second_tier
+def test_an_agent_that_wakes_after_a_takeover_changes_no_object(
+    tmp_path: Path, s3_url: str
+) -> None:
+    roots.put_in_bucket(tmp_path, s3_url)
+    run_rival_cell(RivalCell("upload.chunk", 3), tmp_path)
+
+
+@pytest.mark.second_tier
+def test_a_requeued_job_in_a_bucket_loses_no_checkpoint(tmp_path: Path, s3_url: str) -> None:
+    roots.put_in_bucket(tmp_path, s3_url)
+    Requeue(0, "commit.end", 2, "moved").run(tmp_path)
 
 
 @pytest.mark.second_tier
@@ -122,12 +146,13 @@ def test_a_second_job_is_refused_before_its_first_step(tmp_path: Path) -> None:
         first.close()
 
 
-def test_the_full_matrix_kills_every_process_at_every_failpoint() -> None:
-    cells = all_cells(60)
+@pytest.mark.parametrize("storage", [PLAIN, S3])
+def test_the_full_matrix_kills_every_process_at_every_failpoint(storage: str) -> None:
+    cells = all_cells(60, storage)
     assert len(set(cells)) == len(cells) >= 200
     crashes = {(crash.point, crash.killed) for cell in cells for crash in cell.crashes}
     of_peers = {point for point in POINTS if point.split(".")[0] in ("send", "hold", "recover")}
-    others = POINTS.keys() - of_peers
+    others = {point for point in POINTS if is_hit(point, storage)} - of_peers
     assert crashes == {(point, killed) for point in others for killed in KILLED}
     assert {(cell.scheme, cell.point) for cell in peer_cells()} == {
         (scheme, point) for scheme in NODES for point in of_peers

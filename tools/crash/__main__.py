@@ -28,7 +28,8 @@ from pathlib import Path
 
 def main() -> int:
     # Imported here: forked ranks import this file before their environment is set.
-    from tools.crash.matrix import PLAIN, STORAGES, run
+    from tools.crash.matrix import run
+    from tools.crash.roots import PLAIN, STORAGES
 
     parser = argparse.ArgumentParser(prog="scripts/crash", description=__doc__)
     parser.add_argument(
@@ -42,7 +43,8 @@ def main() -> int:
         choices=STORAGES,
         default=PLAIN,
         help="storage of all processes; `faulty` has errors that pass, late names and no fallocate "
-        "(see tools/crash/trouble.py), and needs a C compiler",
+        "(see tools/crash/trouble.py), and needs a C compiler; `s3` is a bucket of SeaweedFS, for "
+        "cells of one job, of two, and of requeues",
     )
     parser.add_argument("--fault-seed", type=int, default=0, help="seed of the faults of storage")
     parser.add_argument("--list", action="store_true", help="only list the cells")

@@ -3,7 +3,8 @@
 In each save of the job of `rank.py` the agent hits `persist.chunk` six times (two ranks, three
 chunks), and the other failpoints of a shard twice. It hits the failpoints of a commit once, and
 `put.*` six times (the node's record, common state, end, tracker, its twin, history). Each renewal
-of the sign of life hits `put.*`, too, so these hits move from run to run.
+of the sign of life hits `put.*`, too, so these hits move from run to run. In a bucket `object.put`
+takes their place, and `upload.chunk` is hit eight times: each shard has a header, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from tools.crash.roots import PLAIN, is_hit
 from tools.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
 
 SAVING = (
@@ -54,6 +56,10 @@ _AGENT = {
     "commit.tidy": (1, 3),
     "commit.done": (1, 3),
     "save.marked": (1, 3),
+    "upload.begun": (1, 4),
+    "upload.chunk": (1, 3, 5, 9, 15),
+    "upload.whole": (1, 4),
+    "object.put": (1, 2, 3, 4, 5, 6, 8, 9, 10),
 }
 _RETAINING = {
     "retain.chosen": (1,),
@@ -68,10 +74,11 @@ _RETAIN_INTERVAL = 4
 _BROKEN = 2
 
 
-def all_cells(seeds: int) -> list[Cell]:
+def all_cells(seeds: int, storage: str = PLAIN) -> list[Cell]:
     """Return the cells of the full matrix, and one random cell for each of `seeds`."""
     fixed = [*_of_the_agent(), *_of_leftovers(), *_of_trainers(), *_of_loads()]
-    return [*fixed, *map(_random, range(seeds))]
+    cells = [cell for cell in fixed if all(is_hit(crash.point, storage) for crash in cell.crashes)]
+    return [*cells, *(_random(seed, storage) for seed in range(seeds))]
 
 
 def sample() -> list[Cell]:
@@ -135,7 +142,7 @@ def _of_loads() -> Iterator[Cell]:
                     yield _cell(first, Crash(rank, point, 1, killed))
 
 
-def _random(seed: int) -> Cell:
+def _random(seed: int, storage: str) -> Cell:
     """Return two or three crashes of a job that does not wait for its saves."""
     draw = random.Random(seed)
     crashes: list[Crash] = []
@@ -144,7 +151,8 @@ def _random(seed: int) -> Cell:
         killed = draw.choice(KILLED)
         # An agent reads its fault when it starts, so only a new agent can get one.
         if agent_is_new and draw.random() < 0.7:
-            point, counts = draw.choice(list(_AGENT.items()))
+            points = [item for item in _AGENT.items() if is_hit(item[0], storage)]
+            point, counts = draw.choice(points)
             crash = Crash("agent", point, draw.choice(counts), killed)
         else:
             point = draw.choice(SAVING)

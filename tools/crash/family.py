@@ -48,7 +48,7 @@ def run_of(data: bytes, trainer: FakeTrainer, iteration: int) -> int:
     raise CellError(f"rank {trainer.rank}: iteration {iteration} is the state of no run")
 
 
-def runs_in(root: Path, trainers: list[FakeTrainer]) -> dict[int, set[int]]:
+def runs_in(root: Path | str, trainers: list[FakeTrainer]) -> dict[int, set[int]]:
     """Return, by committed iteration, the runs whose state its ranks have."""
     return {
         iteration: {

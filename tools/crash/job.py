@@ -14,10 +14,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.agent.process import of_stores
 from tests.support.forked.nursery import nursery
+from tests.support.stored import tracked
 from tests.support.trainer import agents_under, is_alive
 from tools.crash import trouble
+from tools.crash.roots import root_of
 from tools.crash.start import RunPlan, start
 
 T = TypeVar("T")
@@ -50,7 +52,7 @@ def state_of(pid: int) -> str:
         return "X"
 
 
-def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
+def agent_at(step: str, agent: int, root: Path | str, iteration: int) -> int:
     """Wait until an agent is stopped at its step in the save of `iteration`; return its pid.
 
     On faulty storage an error may delay a removal until a later save. In that case return 0 some
@@ -62,9 +64,8 @@ def agent_at(step: str, agent: int, root: Path, iteration: int) -> int:
         nonlocal ended_at
         if state_of(agent) == "T":
             return [agent]
-        tracker = root / TRACKER
-        if trouble.is_on_faulty_storage(root) and tracker.exists():
-            if tracker.read_text() == str(iteration):
+        if trouble.is_on_faulty_storage(root):
+            if tracked(root) == str(iteration):
                 ended_at = min(ended_at, time.monotonic())
             if time.monotonic() > ended_at + _LAST_S:
                 threading.Thread(target=_wake_at_its_step, args=(agent,), daemon=True).start()
@@ -87,7 +88,7 @@ class Job:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.save = home / "save"
+        self.save = root_of(home)
         self.runtime_dir = home / "run"
         self._nursery = nursery()
         self._ranks: list[BaseProcess] = []
@@ -110,6 +111,7 @@ class Job:
                 "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",  # no agent outlives its test
                 "FLASHCKPT_OTHER_WRITER_WAIT_S": "0",
                 **trouble.environment(self.save),
+                **of_stores(os.environ),
             }
             if fault is not None:
                 environment["FLASHCKPT_FAULT"] = f"{fault}:STOP:{self.reached}"

@@ -15,17 +15,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tools.crash import trouble
+from tests.support.object_server import reachable_s3_server
+from tools.crash import roots, trouble
 from tools.crash.cells import all_cells
 from tools.crash.families import family_cells
 from tools.crash.family import FamilyCell
 from tools.crash.peers import LOST, PeerCell, peer_cells, run_peer_cell
+from tools.crash.requeues import Requeue
 from tools.crash.rivals import HUNG, RivalCell, rival_cells, run_rival_cell
+from tools.crash.roots import FAULTY, S3, is_hit
+from tools.crash.second_jobs import SecondJob
 from tools.crash.story import KILLED, Cell, RestorePoint, run_cell
 
 AnyCell = Cell | PeerCell | RivalCell | FamilyCell
 _RANDOM = "random"
-PLAIN, FAULTY = STORAGES = ("plain", "faulty")
 #: Width of the table where no terminal sets it, as in a file.
 _WIDTH = 100
 
@@ -88,6 +91,18 @@ def _place(cell: AnyCell) -> tuple[tuple[str, str], str]:
     return (last.who, where), f"{last.killed} killed"
 
 
+def _is_possible(cell: AnyCell, storage: str) -> bool:
+    """Return whether a cell has its steps and its obstacles on this storage."""
+    point = getattr(cell, "point", None)  # else `all_cells` has looked
+    if point is not None and not is_hit(point, storage):
+        return False
+    if storage != S3:
+        return True
+    return isinstance(cell, Cell | Requeue | SecondJob) or (
+        isinstance(cell, RivalCell) and not cell.fails
+    )
+
+
 def run(
     *,
     seeds: int,
@@ -103,8 +118,8 @@ def run(
     if not out.is_terminal:
         out.width = _WIDTH
     families = family_cells()
-    every: list[AnyCell] = [*families, *rival_cells(), *peer_cells(), *all_cells(seeds)]
-    cells = [cell for cell in every if only in str(cell)]
+    every: list[AnyCell] = [*families, *rival_cells(), *peer_cells(), *all_cells(seeds, storage)]
+    cells = [cell for cell in every if only in str(cell) and _is_possible(cell, storage)]
     if list:
         for cell in cells:
             out.print(str(cell), markup=False)
@@ -122,11 +137,17 @@ def run(
     missed: list[AnyCell] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=out, disable=not out.is_terminal)
-    faults = contextlib.nullcontext() if seed is None else trouble.everywhere()
-    with faults, bar, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    settings = {FAULTY: trouble.everywhere, S3: lambda: reachable_s3_server(home / "s3")}
+    with (
+        settings.get(storage, contextlib.nullcontext)(),
+        bar,
+        concurrent.futures.ThreadPoolExecutor(jobs) as pool,
+    ):
         task = bar.add_task("crashing", total=len(cells))
         running = {
-            pool.submit(_run_cell, cell, home / str(n), keep, seed, met, missed): cell
+            pool.submit(
+                _run_cell, cell, home / str(n), keep, storage, fault_seed, met, missed
+            ): cell
             for n, cell in enumerate(cells)
         }
         try:
@@ -167,7 +188,8 @@ def _run_cell(
     cell: AnyCell,
     home: Path,
     keep: Path | None,
-    seed: int | None,
+    storage: str,
+    fault_seed: int,
     met: collections.Counter[str],
     missed: list[AnyCell],
 ) -> list[RestorePoint]:
@@ -175,13 +197,16 @@ def _run_cell(
 
     Args:
         keep: directory for a copy of the files of a failed cell.
-        seed: seed of the faults of the storage; None means storage without faults.
+        storage: one of `STORAGES`.
+        fault_seed: seed of the faults of `FAULTY`.
         met: counter of the refused calls.
         missed: cells whose agent did not come to its step, because of an error.
     """
     home.mkdir()
-    if seed is not None:
-        trouble.prepare(home, seed, cell)
+    if storage == FAULTY:
+        trouble.prepare(home, fault_seed, cell)
+    elif storage == S3:
+        roots.put_in_bucket(home)
     try:
         if isinstance(cell, FamilyCell):
             cell.run(home)

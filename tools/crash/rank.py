@@ -140,7 +140,7 @@ class Rank:
         for number in range(self.plan.saves):
             broken = number == self.plan.broken and self.rank == 1
             if self.plan.recovers and self.rank == 0 and number == self.plan.saves - 1:
-                trouble.end(Path(self.plan.save))
+                trouble.end(self.plan.save)
             AgentClient.staged = _not_sent if broken else staged  # type: ignore[method-assign]
             self.save(first + (number + 1) * self.plan.step)
         for outcome in session.checkpointer(self.plan.save).wait():

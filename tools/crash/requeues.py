@@ -24,18 +24,18 @@ import msgspec
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load.offers import held_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
-from tests.support.stored import read_rank, stored
+from tests.support.stored import read_rank, stored, tracked
 from tests.support.trainer import PATIENCE_S, FakeTrainer, is_alive
 from tools.crash import trouble
 from tools.crash.family import FamilyCell, bytes_of, run_of, runs_in
 from tools.crash.job import CellError, agent_at, eventually, wake
 from tools.crash.peers import agent_fault
 from tools.crash.rivals import COUNTS
+from tools.crash.roots import root_of
 from tools.crash.truth import await_tidy, check_left, check_storage, committed
 
 HAPPENS = "requeued, then back"
@@ -105,7 +105,7 @@ class _Scenario:
 
     def __init__(self, cell: Requeue, home: Path, nodes: list[Node]) -> None:
         self._cell, self._nodes = cell, nodes
-        self._root, self._reached = home / "save", home / "reached"
+        self._root, self._reached = root_of(home), home / "reached"
         self._run = 0
         #: Trainers of this run, by rank.
         self._ranks: list[FakeTrainer] = []
@@ -282,5 +282,5 @@ class _Scenario:
         return int(iteration)
 
     def _check_tracker(self, newest: int) -> None:
-        if (tracked := (self._root / TRACKER).read_text()) != str(newest):
-            raise CellError(f"the tracker says {tracked}, not {newest}")
+        if (said := tracked(self._root)) != str(newest):
+            raise CellError(f"the tracker says {said}, not {newest}")

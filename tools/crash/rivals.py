@@ -19,7 +19,6 @@ from megatron_flashckpt.catalog.lineage import Save, choose
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import (
     OWN,
-    TRACKER,
     common_name,
     iteration_dir,
     save_name,
@@ -27,11 +26,12 @@ from megatron_flashckpt.file_format.file_names import (
 from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.storage.opening import open_store
 from tests.agent.conftest import Node
-from tests.support.stored import stored
+from tests.support.stored import names_in, stored, tracked
 from tests.support.trainer import PATIENCE_S, FakeTrainer, content
 from tools.crash import trouble
 from tools.crash.job import CellError, agent_at, eventually, wake
 from tools.crash.peers import agent_fault
+from tools.crash.roots import root_of
 from tools.crash.truth import await_tidy, check_storage, committed
 
 HUNG = "hung, overtaken, woken"
@@ -58,6 +58,9 @@ COUNTS = {
     "leftover.deleted": (1,),
     "commit.done": (2,),
     "save.marked": (2,),
+    "upload.begun": (2,),
+    "upload.chunk": (3,),
+    "upload.whole": (2,),
 }
 FAILING = {"save.failed": (1,), "forget.file": (1,)}
 #: Retention of the first job, which would remove iteration 1, and of the second job.
@@ -78,7 +81,7 @@ class RivalCell:
 
 
 def rival_cells() -> list[RivalCell]:
-    """Return all cells of two jobs."""
+    """Return all cells of two jobs, on all storages."""
     return [
         RivalCell(point, count, fails)
         for points, fails in ((COUNTS, False), (FAILING, True))
@@ -103,7 +106,7 @@ def run_rival_cell(cell: RivalCell, home: Path) -> None:
     Raises:
         CellError: the first job changed files of the second job after the takeover.
     """
-    root, reached = home / "save", home / "reached"
+    root, reached = root_of(home), home / "reached"
     first, second = Node(home / "first"), Node(home / "second")
     try:
         config = first.config(answer_timeout_s=600.0)
@@ -112,7 +115,7 @@ def run_rival_cell(cell: RivalCell, home: Path) -> None:
         hung_run = hung.open_run()
         _saved(hung, 1)
         trouble.begin(root)  # earlier errors would shift the hits that `cell.count` counts
-        blocking = root / iteration_dir(2) / common_name(save_name(hung_run.name, 2))
+        blocking = Path(root) / iteration_dir(2) / common_name(save_name(hung_run.name, 2))
         if cell.fails:
             blocking.mkdir(parents=True)
         asking = _stage_in_background(hung, 2)
@@ -144,8 +147,8 @@ def run_rival_cell(cell: RivalCell, home: Path) -> None:
         changed = {name for name, _ in before ^ _listing(root) if hung_run.name not in name}
         if changed:
             raise CellError(f"the overtaken job changed {changed}")
-        if (tracked := (root / TRACKER).read_text()) != "5":
-            raise CellError(f"the tracker says {tracked}")
+        if (said := tracked(root)) != "5":
+            raise CellError(f"the tracker says {said}")
         best = choose(read_facts(open_store(root))).candidates[0].save
         if (best.iteration, best.run) != (5, run):
             raise CellError(f"a load would take {best}")
@@ -175,10 +178,9 @@ def _stage_in_background(trainer: FakeTrainer, iteration: int) -> threading.Thre
     return asking
 
 
-def _listing(root: Path) -> set[tuple[str, int]]:
-    """Return all files of checkpoints with their modification times."""
-    return {
-        (str(path.relative_to(root)), path.lstat().st_mtime_ns)
-        for path in root.rglob("*")
-        if OWN not in path.parts and path.is_file()
-    }
+def _listing(root: Path | str) -> set[tuple[str, int | bytes]]:
+    """Return all files of checkpoints with their times, or all objects with their bytes."""
+    names = [name for name in names_in(root) if not name.startswith(f"{OWN}/")]
+    if isinstance(root, Path):
+        return {(name, (root / name).lstat().st_mtime_ns) for name in names}
+    return {(name, open_store(root).get(name)) for name in names}

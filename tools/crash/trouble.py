@@ -60,13 +60,13 @@ def prepare(home: Path, seed: int, cell: object) -> None:
     _write(home, [f"{_SEED}{of_cell}"], of_cell)
 
 
-def errors(root: Path, most: int = _MOST, within_s: int = _WITHIN_S) -> list[str]:
+def errors(root: Path | str, most: int = _MOST, within_s: int = _WITHIN_S) -> list[str]:
     """Return the rules of the transient errors of a cell; empty for a cell without faults.
 
     Args:
         most: largest number of errors of a process within `within_s` seconds.
     """
-    seed = _seed(root.parent)
+    seed = _seed(root)
     if seed is None:
         return []
     refused = [call for call in CALLS if call != "fallocate"]
@@ -80,21 +80,21 @@ def errors(root: Path, most: int = _MOST, within_s: int = _WITHIN_S) -> list[str
     ]
 
 
-def begin(root: Path) -> None:
+def begin(root: Path | str) -> None:
     """Start the errors of calls below the save directory."""
-    seed = _seed(root.parent)
+    seed = _seed(root)
     if seed is not None:
-        _write(root.parent, [f"{_SEED}{seed}", *errors(root)], seed)
+        _write(Path(root).parent, [f"{_SEED}{seed}", *errors(root)], seed)
 
 
-def end(root: Path) -> None:
+def end(root: Path | str) -> None:
     """End the errors of calls below the save directory."""
-    seed = _seed(root.parent)
+    seed = _seed(root)
     if seed is not None:
-        _write(root.parent, [f"{_SEED}{seed}"], seed)
+        _write(Path(root).parent, [f"{_SEED}{seed}"], seed)
 
 
-def await_names(root: Path) -> None:
+def await_names(root: Path | str) -> None:
     """Wait until all processes see all names below the save directory.
 
     Called before another job starts, because schedulers need longer than this delay.
@@ -103,18 +103,18 @@ def await_names(root: Path) -> None:
         time.sleep(LATE_S)
 
 
-def is_on_faulty_storage(root: Path) -> bool:
+def is_on_faulty_storage(root: Path | str) -> bool:
     """Return whether the cell of this save directory is on faulty storage."""
-    return _seed(root.parent) is not None
+    return _seed(root) is not None
 
 
-def environment(root: Path) -> dict[str, str]:
+def environment(root: Path | str) -> dict[str, str]:
     """Return environment variables for processes on this save directory, and their agents."""
     if not is_on_faulty_storage(root):
         return {}
     return {
         "LD_PRELOAD": str(library()),
-        "FAULTY_STORAGE": str(root.parent / _RULES),
+        "FAULTY_STORAGE": str(Path(root).parent / _RULES),
         "FLASHCKPT_AGENT__ENVIRONMENT": f"[{', '.join(VARIABLES)}]",
     }
 
@@ -136,9 +136,9 @@ def failed_calls(home: Path) -> list[str]:
     return [line.split(" ", 2)[1] for line in lines]
 
 
-def note_missed_step(root: Path) -> None:
+def note_missed_step(root: Path | str) -> None:
     """Note that an error kept the agent of a cell from its failpoint, so nothing was stopped."""
-    (root.parent / _MISSED).touch()
+    (Path(root).parent / _MISSED).touch()
 
 
 def has_missed_step(home: Path) -> bool:
@@ -167,10 +167,10 @@ def everywhere() -> Iterator[None]:
         yield
 
 
-def _seed(home: Path) -> int | None:
+def _seed(root: Path | str) -> int | None:
     """Return the seed of a cell; None if it has no faults."""
     with contextlib.suppress(FileNotFoundError):
-        for line in (home / _RULES).read_text().splitlines():
+        for line in (Path(root).parent / _RULES).read_text().splitlines():
             if line.startswith(_SEED):
                 return int(line.removeprefix(_SEED))
     return None

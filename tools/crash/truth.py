@@ -11,18 +11,18 @@ from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
-from megatron_flashckpt.file_format.end import End, kind_of
 from megatron_flashckpt.file_format.file_names import (
     OWN,
     TRACKER,
     common_name,
     end_name,
-    parse_iteration_dir,
+    iteration_dir,
 )
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore
+from tests.support.stored import is_failed_end, names_in, tracked
 from tools.crash import trouble
 from tools.crash.job import PATIENCE_S, CellError, eventually
 
@@ -45,7 +45,7 @@ def in_memory(agents: list[int], ranks: int) -> int | None:
     return max((held[0][save_id] for save_id in common), default=None)
 
 
-def committed(save: Path) -> list[int]:
+def committed(save: Path | str) -> list[int]:
     """Return all iterations that have a committed save, oldest first.
 
     Reads are retried, because the process of a cell may get transient errors.
@@ -53,12 +53,12 @@ def committed(save: Path) -> list[int]:
     return committed_iterations(RetryingStore(open_store(save)))
 
 
-def stored_patiently(save: Path, iteration: int) -> StoredCheckpoint:
+def stored_patiently(save: Path | str, iteration: int) -> StoredCheckpoint:
     """Open a checkpoint with retries, because the process of a cell may get transient errors."""
     return open_checkpoint(RetryingStore(open_store(save)), iteration)
 
 
-def check_storage(save: Path) -> None:
+def check_storage(save: Path | str) -> None:
     """Fail if a partial checkpoint looks complete, or if the tracker names no committed checkpoint.
 
     Retention may run at the same time; it removes the end of a checkpoint before other files.
@@ -70,44 +70,33 @@ def check_storage(save: Path) -> None:
             damages = [CorruptCheckpointError(str(error))]
         if damages and iteration in committed(save):
             raise CellError(f"iteration {iteration} has a manifest, but: {damages}")
-    if (save / TRACKER).exists():
-        tracked = (save / TRACKER).read_text()
-        if not tracked.isdecimal() or int(tracked) not in (complete := committed(save)):
-            raise CellError(f"the tracker says '{tracked}'; there are {complete}")
+    said = tracked(save)
+    if said and (not said.isdecimal() or int(said) not in (complete := committed(save))):
+        raise CellError(f"the tracker says '{said}'; there are {complete}")
 
 
-def check_tidy(save: Path, newest: int) -> None:
+def check_tidy(save: Path | str, newest: int) -> None:
     """Fail if files are left over that later commits remove."""
-    if committed(save)[-1:] != [newest] or (save / TRACKER).read_text() != str(newest):
+    if committed(save)[-1:] != [newest] or tracked(save) != str(newest):
         raise CellError(f"iteration {newest} is not the newest of {committed(save)}")
-    left = [path.name for path in save.iterdir() if path.is_file() and path.name != TRACKER]
-    for directory in filter(Path.is_dir, save.iterdir()):
-        if directory.name == OWN:
-            continue
-        files = {path.name for path in directory.iterdir()}
-        iteration = parse_iteration_dir(directory.name)
-        expected: set[str] = set()
-        if iteration in committed(save):
-            manifest = open_checkpoint(open_store(save), iteration).manifest
-            expected = {end_name(manifest.save_id), common_name(manifest.save_id)}
-            expected |= {shard.file for shard in manifest.shards}
-        # The end of a failed save goes last, after the deadline of all nodes that may wait for it.
-        expected |= {name for name in files if is_failed(directory / name)}
-        left += [f"{directory.name}/{name}" for name in files - expected]
-        # The removal of the last file may report an error although it succeeded. Then the empty
-        # directory stays, because another node might be about to fill it.
-        is_emptied = not files and trouble.is_on_faulty_storage(save)
-        left += [directory.name] if not expected and not is_emptied else []
+    expected = {TRACKER}
+    for iteration in committed(save):
+        manifest = open_checkpoint(open_store(save), iteration).manifest
+        files = [shard.file for shard in manifest.shards]
+        files += [end_name(manifest.save_id), common_name(manifest.save_id)]
+        expected |= {f"{iteration_dir(iteration)}/{file}" for file in files}
+    left = [name for name in names_in(save) if not name.startswith(f"{OWN}/")]
+    # The end of a failed save goes last, after the deadline of all nodes that may wait for it.
+    left = [name for name in left if name not in expected and not is_failed_end(save, name)]
+    # The removal of the last file may report an error although it succeeded. Then the empty
+    # directory stays, because another node might be about to fill it.
+    if isinstance(save, Path) and not trouble.is_on_faulty_storage(save):
+        left += [path.name for path in save.iterdir() if path.is_dir() and not any(path.iterdir())]
     if left:
         raise CellError(f"left behind: {sorted(left)}")
 
 
-def is_failed(path: Path) -> bool:
-    """Return whether a file is the end of a failed save."""
-    return path.suffix == ".end" and kind_of(path.read_bytes()) is End.FAILED
-
-
-def await_tidy(save: Path, newest: int, within_s: float = PATIENCE_S) -> None:
+def await_tidy(save: Path | str, newest: int, within_s: float = PATIENCE_S) -> None:
     """Wait until no files are left over; agents of earlier runs may still write some."""
 
     def is_tidy() -> bool:
