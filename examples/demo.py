@@ -2,26 +2,35 @@
 
 Megatron's own loop trains a small GPT on CPU ranks (on GPUs if there are any), three times from the
 same seed. The first job runs to its end. The second job is killed with SIGKILL and restarts from
-the agent's memory. The third job is killed together with its agent and restarts from storage. All
-losses after a restart must equal those of the first job. Training draws dropout masks, so a lost
-random state would change the losses.
+the agent's memory. The third job is killed, and its agent once the checkpoint is in storage, from
+which the job restarts. All losses after a restart must equal those of the first job. Training draws
+dropout masks, so a lost random state would change the losses.
+
+With `--store s3` the checkpoints go to a bucket of SeaweedFS, a real S3 server on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from megatron_flashckpt.catalog.listing import committed_iterations
+from megatron_flashckpt.storage.opening import open_store
+from tests.support.object_server import BUCKET, reachable_s3_server
 
 REPO = Path(__file__).resolve().parents[1]
 ITERATIONS, INTERVAL, KILLED_AT = 12, 4, 7
@@ -41,16 +50,22 @@ console = Console()
 class Job:
     """Training job in its own directory; `run` starts or restarts it."""
 
-    def __init__(self, where: Path, name: str) -> None:
+    def __init__(self, where: Path, name: str, store: str) -> None:
         self.where = where
         self.name = name
-        self.save = where / name / "checkpoints"
+        self.save = str(where / name / "checkpoints")
+        if store == "s3":
+            self.save = f"s3://{BUCKET}/{name.replace(' ', '-')}"
         self.starts = 0
         self.log = ""
         (where / name).mkdir()
 
     def run(self, *, kill_at: int | None = None, kill_agent: bool = False) -> None:
-        """Train to the end, or kill the job when it has logged iteration `kill_at`."""
+        """Train to the end, or kill the job when it has logged iteration `kill_at`.
+
+        Args:
+            kill_agent: then wait for the first commit, and kill the agent, too.
+        """
         self.starts += 1
         begun = len(self.log)
         losses = self.where / self.name / f"losses-{self.starts}"
@@ -77,6 +92,9 @@ class Job:
         if kill_at is None and process.returncode != 0:
             raise SystemExit(f"demo: {self.name} ended with {process.returncode}; see {log}")
         if kill_agent:
+            deadline = time.monotonic() + 60
+            while not committed_iterations(open_store(self.save)) and time.monotonic() < deadline:
+                time.sleep(0.1)
             for agent in agents(self.where):
                 kill(agent)
 
@@ -97,7 +115,7 @@ class Job:
             *(str(REPO / "scripts/pretrain_gpt_tiny.py"), *MODEL),
             *("--tensor-model-parallel-size", str(min(2, ranks))),
             *("--train-iters", str(ITERATIONS), "--save-interval", str(INTERVAL)),
-            *("--save", str(self.save), "--load", str(self.save)),
+            *("--save", self.save, "--load", self.save),
         ]
 
     def _environment(self, losses: Path) -> dict[str, str]:
@@ -174,12 +192,24 @@ def show(whole: Job, resumed: list[Job]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints and logs")
-    keep = parser.parse_args().keep
+    parser.add_argument(
+        "--store", choices=("files", "s3"), default="files", help="s3: a server that this starts"
+    )
+    arguments = parser.parse_args()
+    keep, store = arguments.keep, arguments.store
+    if store == "s3" and sys.version_info < (3, 11):
+        parser.error("--store s3 needs Python 3.11: remove .venv, and set PYTHON=python3.11")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     where = Path(tempfile.mkdtemp(prefix="flashckpt-demo-"))
+    server = contextlib.ExitStack()
     try:
-        whole = Job(where, "uninterrupted")
+        if store == "s3":
+            server.enter_context(reachable_s3_server(where / "s3"))
+        whole, trainers, node = (
+            Job(where, name, store)
+            for name in ("uninterrupted", "all trainers", "all trainers and the agent")
+        )
         whole.run()
-        trainers, node = Job(where, "all trainers"), Job(where, "all trainers and the agent")
         for job in (trainers, node):
             job.run(kill_at=KILLED_AT, kill_agent=job is node)
             job.run()
@@ -188,8 +218,9 @@ def main() -> int:
         keep = True
         raise
     finally:
-        for agent in agents(where):
-            kill(agent)
+        for pid in [child.pid for child in psutil.Process().children()] + agents(where):
+            kill(pid)
+        server.close()
         if keep:
             console.print(f"kept: {where}")
         else:
