@@ -44,12 +44,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("source", "to"),
-    [
-        ("flashckpt", "torch_dist"),
-        ("torch_dist", "flashckpt"),
-        ("flashckpt", "safetensors"),
-        ("torch_dist", "safetensors"),
-    ],
+    [("flashckpt", "torch_dist"), ("torch_dist", "flashckpt"), ("flashckpt", "safetensors")],
 )
 def test_a_conversion_holds_only_a_few_boxes_in_memory(
     tmp_path: Path, sources: Path, source: str, to: str

@@ -182,7 +182,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def runs_by_2(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return run_jobs(tmp_path_factory.mktemp("two"), [*RESUMED_BY_2, *OTHER_STAGES], ranks=2)
+    jobs = [*RESUMED_BY_2, *OTHER_STAGES]
+    return run_jobs(tmp_path_factory.mktemp("two"), jobs, ranks=2, torchrun=False)
 
 
 @pytest.mark.parametrize("job", RESUMED[::2], ids=lambda job: job.name)

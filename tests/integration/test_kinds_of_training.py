@@ -91,12 +91,12 @@ ALIKE = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return run_jobs(tmp_path_factory.mktemp("one"), [*RESUMED, *ALIKE], ranks=1)
+    return run_jobs(tmp_path_factory.mktemp("one"), [*RESUMED, *ALIKE], ranks=1, torchrun=False)
 
 
 @pytest.fixture(scope="module")
 def runs_by_2(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return run_jobs(tmp_path_factory.mktemp("two"), RESUMED_BY_2, ranks=2)
+    return run_jobs(tmp_path_factory.mktemp("two"), RESUMED_BY_2, ranks=2, torchrun=False)
 
 
 @pytest.mark.parametrize("job", RESUMED[::2], ids=lambda job: job.name)

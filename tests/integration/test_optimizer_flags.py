@@ -31,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             for name, (flags, source, _) in REFUSED.items()
         ),
     ]
-    return run_jobs(tmp_path_factory.mktemp("flags"), jobs, ranks=1)
+    return run_jobs(tmp_path_factory.mktemp("flags"), jobs, ranks=1, torchrun=False)
 
 
 @pytest.mark.parametrize("name", REFUSED)

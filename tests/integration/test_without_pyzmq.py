@@ -34,7 +34,7 @@ def run(where: Path, name: str, ranks: str, arguments: list[str], **env: str) ->
     probe = [sys.executable, "-c", "import zmq"]
     assert subprocess.run(probe, env={**env, "RANK": "1"}, capture_output=True).returncode
     arguments = [*MODEL, "--train-iters", "4", "--save", str(where / "save"), *arguments]
-    return run_job(where, name, arguments, ranks=2, env=env, torchrun=True)
+    return run_job(where, name, arguments, ranks=2, env=env)
 
 
 @pytest.fixture(scope="module")
