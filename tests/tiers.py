@@ -47,6 +47,7 @@ SECOND = (
     "agent/test_write_limits.py",
     "cli/test_object_urls.py",
     "convert/test_dp_reshardable.py",
+    "convert/test_hf_training.py",
     "convert/test_kinds_of_models.py",
     "convert/test_legacy.py",
     "convert/test_memory.py",

@@ -25,9 +25,13 @@ from megatron_flashckpt.cli.console import (
     say,
 )
 from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.errors import ConfigError, UnsupportedError
 
-FORMATS = ("flashckpt", "torch_dist", "torch", "safetensors")
+FORMATS = ("flashckpt", "torch_dist", "torch", "safetensors", "hf")
+#: Formats that hold weights only.
+_OF_WEIGHTS = ("safetensors", "hf")
+#: Formats that are read: those of `formats.SOURCES`, and directories of models.
+SOURCES = ("flashckpt", "torch_dist", "dlrover", "torch", "hf")
 
 _SIZE = re.compile(r"(?P<number>\d{1,12})(?P<unit>[KMGT]?)(i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -52,7 +56,23 @@ def add_parser(subparsers: Any, iteration: Callable[[str], int]) -> None:
         required=True,
         choices=FORMATS,
         help="torch_dist and torch are Megatron's own formats; safetensors holds only weights, by "
-        "Megatron's names, directly in DST",
+        "Megatron's names, directly in DST; hf is a Hugging Face model, directly in DST, and needs "
+        "--hf-config",
+    )
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=SOURCES,
+        help="fail if SRC has another format; hf is a directory with a Hugging Face model, whose "
+        "weights become iteration 0; default: the format that is found",
+    )
+    parser.add_argument(
+        "--hf-config",
+        type=_path,
+        metavar="DIR",
+        help="directory with config.json and tokenizer of the Hugging Face model; --to hf copies "
+        "them, and compares all tensors and arguments with config.json; default if SRC is such a "
+        "model: SRC",
     )
     iteration_help = "iteration to convert; default: the one that the tracker names"
     parser.add_argument("--iteration", type=iteration, metavar="N", help=iteration_help)
@@ -102,10 +122,11 @@ def run(args: argparse.Namespace, out: Console) -> int:
 def _run(args: argparse.Namespace, out: Console) -> int:
     options = Options(
         overwrite=args.overwrite,
-        weights_only=args.weights_only or args.to == "safetensors",
+        weights_only=args.weights_only or args.to in _OF_WEIGHTS,
         accept_damage=args.accept_damage,
         shard_nbytes=args.max_file_size,
         memory_nbytes=args.memory,
+        hf_config=args.hf_config,
     )
     started = time.monotonic()
     with progress_bar() as progress:
@@ -114,6 +135,11 @@ def _run(args: argparse.Namespace, out: Console) -> int:
         formats = _formats()
         progress.update(task, description="opening the source")
         opened = formats.open_source(args.source, args.iteration, options)
+        if args.source_format not in (None, opened.format):
+            raise ConfigError(
+                f"{args.source}: is in the format {opened.format}, not {args.source_format}; leave "
+                "out --from"
+            )
         contents = opened.contents
         for warning in contents.warnings:
             complain(f"note: {warning}", 0)

@@ -22,9 +22,11 @@ from megatron_flashckpt.convert.common.output_dir import RELEASE
 from megatron_flashckpt.convert.common.overlap import refuse_overlap
 from megatron_flashckpt.convert.readers.dlrover import is_dlrover, open_dlrover
 from megatron_flashckpt.convert.readers.flashckpt import is_ours, open_ours
+from megatron_flashckpt.convert.readers.hf import is_hf, open_hf
 from megatron_flashckpt.convert.readers.legacy import is_legacy, open_legacy
 from megatron_flashckpt.convert.readers.torch_dist import CONFIG, open_torch_dist
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
+from megatron_flashckpt.convert.writers.hf import write_hf
 from megatron_flashckpt.convert.writers.legacy import write_legacy
 from megatron_flashckpt.convert.writers.safetensors import write_safetensors
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
@@ -119,12 +121,13 @@ SOURCES = (
     Source("torch", is_legacy, _with_retries(open_legacy)),
 )
 
-#: Functions that write a checkpoint into a save directory (safetensors: directly into DST).
+#: Functions that write a checkpoint into a save directory (safetensors and hf: directly into DST).
 DESTINATIONS: dict[str, Callable[[Contents, Path, Options], Path]] = {
     "flashckpt": write_ours,
     "torch_dist": write_torch_dist,
     "torch": write_legacy,
     "safetensors": write_safetensors,
+    "hf": write_hf,
 }
 
 
@@ -157,6 +160,10 @@ def open_source(root: Path, iteration: int | None, options: Options) -> OpenChec
         FlashCkptError: the checkpoint cannot be converted; the message states the reason.
     """
     store = RetryingStore(open_store(root), total_s=load_patience_s())
+    if _retry(store, root, lambda: is_hf(root)):
+        if iteration is not None:
+            raise ConfigError(f"{root}: is a Hugging Face model; leave out --iteration {iteration}")
+        return OpenCheckpoint("hf", root, root, _with_retries(_open_hf)(store, root, 0, options))
     directory, number = _directory(store, root, iteration)
     for source in SOURCES:
         if _retry(store, directory, functools.partial(source.recognises, directory)):
@@ -183,6 +190,10 @@ def open_source(root: Path, iteration: int | None, options: Options) -> OpenChec
         f"{directory}: holds no checkpoint in a format that can be converted ({known}); "
         "'flashckpt ls DIR' lists the checkpoints of a save directory"
     )
+
+
+def _open_hf(directory: Path, iteration: int, options: Options) -> Contents:
+    return open_hf(directory, options)
 
 
 def convert(

@@ -15,9 +15,9 @@ from megatron_flashckpt.cli import convert
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.convert import FORMATS
 from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.formats import DESTINATIONS, open_source
+from megatron_flashckpt.convert.common.safetensors_files import INDEX
+from megatron_flashckpt.convert.formats import DESTINATIONS, SOURCES, open_source
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
-from megatron_flashckpt.convert.writers.safetensors import INDEX
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.convert import rebuilt
@@ -37,8 +37,17 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return (status, *capsys.readouterr())
 
 
-def test_the_command_offers_every_destination_format() -> None:
+def test_the_command_offers_every_format() -> None:
     assert set(FORMATS) == set(DESTINATIONS)
+    assert set(convert.SOURCES) == {source.name for source in SOURCES} | {"hf"}
+
+
+def test_another_format_than_the_expected_one_is_refused(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, save, tmp_path / "to", "--to", "torch_dist", "--from", "hf")
+    assert (status, out) == (2, "")
+    assert err == f"flashckpt: {save}: is in the format flashckpt, not hf; leave out --from\n"
 
 
 def test_a_conversion_to_megatrons_format_and_back_is_exact(
@@ -238,7 +247,7 @@ def test_a_destination_that_cannot_be_made_is_named_with_the_remedy(
     source = tmp_path / "model"
     write_ours(rebuilt.contents(rebuilt.arguments()), source, Options())
     before = snapshot(tmp_path)
-    status, out, err = run(capsys, source, tmp_path / below, "--to", to)
+    status, out, err = run(capsys, source, tmp_path / below, "--to", to, *rebuilt.options_of(to))
     assert (status, out) == (1, "")
     assert re.fullmatch(
         rf"flashckpt: \[Errno \d+\] {tmp_path}/\S+: cannot be written \(.*\); a file stands "

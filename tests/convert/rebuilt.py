@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,13 @@ from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 from tests.convert.made import held
 
 ITERATION = 10
+#: Template of the Hugging Face model that `arguments()` without changes describe.
+TEMPLATE = Path(__file__).with_name("gpt2_template")
+
+
+def options_of(form: str) -> list[str]:
+    """Return the options that a conversion to `form` needs."""
+    return ["--hf-config", str(TEMPLATE)] if form == "hf" else []
 
 
 def arguments(**changes) -> argparse.Namespace:

@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import open_source
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from tests.convert.big import BOXES, contents
+from tests.convert.hf_files import make_model
 
 MEASURED = """
 import resource, sys
@@ -64,3 +67,56 @@ def test_a_conversion_holds_only_a_few_boxes_in_memory(
     )
     # The cache holds 32 MiB of chunks, and a box has 4 MiB.
     assert int(done.stdout) < 80 << 20
+
+
+#: Peak of the second conversion, of a model to our format and back; the first is of a small model.
+MEASURED_MODEL = """
+import resource, sys
+from pathlib import Path
+from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.convert.common.options import Options
+
+def both_ways(model, result):
+    options = Options(memory_nbytes=32 << 20, shard_nbytes=64 << 20, hf_config=model)
+    convert(open_source(model, None, options), result / "ours", "flashckpt", options)
+    convert(open_source(result / "ours", None, options), result / "hf", "hf", options)
+
+small, whole, result = map(Path, sys.argv[1:])
+both_ways(small, result / "small")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+both_ways(whole, result / "whole")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_a_model_is_converted_a_few_tensors_at_a_time(tmp_path: Path) -> None:
+    """Projections that Megatron joins are divided, for which one of them at a time is in memory."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
+    whole = make_model(tmp_path / "model", **sizes, num_hidden_layers=10)
+    files = whole, make_model(tmp_path / "small")
+    assert (whole / "model.safetensors").stat().st_size > 160 << 20
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        MEASURED_MODEL,
+        *files[::-1],
+        tmp_path / "results",
+    ]
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # The cache holds 32 MiB of chunks, and the largest tensor has 8 MiB.
+    assert int(done.stdout) < 80 << 20
+    back = {}
+    for file in (tmp_path / "results/whole/hf").glob("*.safetensors"):
+        back |= load_file(file)
+    original = load_file(whole / "model.safetensors")
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in original.items())

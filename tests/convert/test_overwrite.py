@@ -15,8 +15,8 @@ from megatron_flashckpt.cli.convert import FORMATS
 from megatron_flashckpt.convert.common import output_dir
 from megatron_flashckpt.convert.common.former_export import MARKER
 from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.safetensors_files import INDEX
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
-from megatron_flashckpt.convert.writers.safetensors import INDEX
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.file_format.file_names import OWN, TRACKER, iteration_dir, save_of
 from tests.convert import rebuilt
@@ -37,7 +37,8 @@ def save(tmp_path: Path) -> Path:
 
 
 def convert(source: Path, to: Path, form: str, *more: str) -> int:
-    return main(["convert", str(source), str(to), "--to", form, *more])
+    options = rebuilt.options_of(form)
+    return main(["convert", str(source), str(to), "--to", form, *options, *more])
 
 
 def same(save: Path) -> Path:
@@ -176,7 +177,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def directory_of(to: Path, form: str) -> Path:
-    return to if form == "safetensors" else to / iteration_dir(rebuilt.ITERATION)
+    return to if form in ("safetensors", "hf") else to / iteration_dir(rebuilt.ITERATION)
 
 
 def test_a_new_export_replaces_an_earlier_export_of_any_format(tmp_path: Path, model: Path) -> None:

@@ -12,9 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_flashckpt.convert.common import contents as common_contents
+from megatron_flashckpt.convert.common import named_regions
 from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.writers import safetensors
-from megatron_flashckpt.convert.writers.safetensors import INDEX, write_safetensors
+from megatron_flashckpt.convert.common.safetensors_files import INDEX
+from megatron_flashckpt.convert.writers.safetensors import write_safetensors
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.layout.reshard import Box, intersection
 from tests.convert.made import EXPERTS, LAYERS, contents, held, whole
@@ -130,7 +131,7 @@ def test_only_the_boxes_of_an_expert_are_searched_for_it(
         return intersection(box, region)
 
     monkeypatch.setattr(common_contents, "intersection", note)
-    monkeypatch.setattr(safetensors, "intersection", note)
+    monkeypatch.setattr(named_regions, "intersection", note)
     made = dataclasses.replace(contents(), tensors=[held(key, "weight", values, boxes)])
     write_safetensors(made, tmp_path / "hf", Options())
     assert len(searched) <= 2 * len(boxes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,3 +20,5 @@ class Options:
     """Size of the largest file; a larger box has a file of its own."""
     memory_nbytes: int = 2**30
     """Size of the cache of verified chunks of the source; several boxes often share a chunk."""
+    hf_config: Path | None = None
+    """Directory with the `config.json` and the tokenizer of a Hugging Face model."""

@@ -1,0 +1,192 @@
+"""Reader of a Hugging Face model: weights by Megatron's keys, from which a training starts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.safetensors_files import StoredInFile, tensors_in
+from megatron_flashckpt.convert.hugging_face import differences
+from megatron_flashckpt.convert.hugging_face.architectures import Model, model_of
+from megatron_flashckpt.convert.hugging_face.hf_config import CONFIG, read_config
+from megatron_flashckpt.convert.hugging_face.rows import HfTensor, Match
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape
+from megatron_flashckpt.layout.reshard import Box
+
+#: Megatron pads the vocabulary to a multiple of this by default, on one tensor parallel rank.
+_PADDING = 128
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+#: Tensors that old files have and models compute: masks, frequencies.
+_COMPUTED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+#: Tensors of Megatron that are no parameters.
+_BUFFERS = re.compile(r"\.router\.expert_bias$")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Megatron's tensor for one layer and one expert, as the model's files have it."""
+
+    match: Match
+    shape: Shape
+    dtype: torch.dtype
+    stored: dict[str, StoredInFile]
+
+    def read(self) -> torch.Tensor:
+        def read(part: HfTensor) -> torch.Tensor:
+            return self.stored[part.name].read()
+
+        return self.match.assemble(self.shape, read, self.dtype)
+
+
+def is_hf(directory: Path) -> bool:
+    """Return whether `directory` is a Hugging Face model and not a save directory."""
+    return (directory / CONFIG).is_file() and not (directory / TRACKER).exists()
+
+
+def open_hf(directory: Path, options: Options) -> Contents:
+    """Return the weights of a model as iteration 0 of a job without parallelism.
+
+    Raises:
+        ConfigError: `config.json` is missing or not complete.
+        CorruptCheckpointError: a file of weights is damaged.
+        UnsupportedError: the architecture is unknown, or the tensors are not those that
+            `config.json` describes.
+    """
+    config = read_config(options.hf_config or directory)
+    model = model_of(config)
+    stored = tensors_in(directory)
+    matches = list(model.matches())
+    stored = _checked(stored, matches, directory, config.place)
+    parts: dict[str, dict[tuple[int, ...], _Part]] = defaultdict(dict)
+    for match in matches:
+        key, place = _place(match.names[0], numbered=model.numbered_layers)
+        parts[key][place] = _part(match, stored, directory)
+    tensors = [_global_tensor(key, of_key) for key, of_key in sorted(parts.items())]
+    return Contents(
+        place=str(directory),
+        iteration=0,
+        common={
+            "args": _args(model, tensors),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "num_floating_point_operations_so_far": 0.0,
+            "opt_param_scheduler": None,
+        },
+        tensors=tensors,
+        optimizer=None,
+    )
+
+
+def _checked(
+    stored: dict[str, StoredInFile], matches: list[Match], directory: Path, place: str
+) -> dict[str, StoredInFile]:
+    """Return the tensors of the model; raise if they are not those of `matches`."""
+    expected = {part.name: part.shape for match in matches for part in match.parts}
+    prefix = min(expected).partition(".")[0] + "."  # files of a model without its head lack it
+    if not any(name.startswith(prefix) for name in stored):
+        stored = {
+            name if name in expected else prefix + name: tensor for name, tensor in stored.items()
+        }
+    # Some files hold tied embeddings twice, and transformers ignores the second.
+    computed = {"lm_head.weight"} | {name for name in stored if _COMPUTED.search(name)}
+    missing = sorted(expected.keys() - stored.keys())
+    extra = sorted(stored.keys() - expected.keys() - computed)
+    wrong = [
+        f"{name} has {stored[name].shape}, expected {shape}"
+        for name, shape in expected.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    differences.refuse(
+        str(directory),
+        place,
+        "give the weights and the config.json of one model",
+        missing=missing,
+        extra=extra,
+        wrong=wrong,
+    )
+    return stored
+
+
+def _part(match: Match, stored: dict[str, StoredInFile], directory: Path) -> _Part:
+    dtypes = {stored[part.name].dtype for part in match.parts}
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            f"{directory}: {', '.join(part.name for part in match.parts)} have different types, "
+            "and are one tensor in Megatron; save the model in one type with transformers"
+        )
+    shape = match.shape
+    if match.padded:
+        shape = (-(-shape[0] // _PADDING) * _PADDING, *shape[1:])
+    return _Part(match, shape, dtypes.pop(), stored)
+
+
+def _place(name: str, *, numbered: bool) -> tuple[str, tuple[int, ...]]:
+    """Return the key of a tensor in Megatron's sharded state dict, and its stacked numbers."""
+    place = []
+    if not numbered and (layer := _LAYER.match(name)):
+        place.append(int(layer[1]))
+        name = _LAYER.sub("decoder.layers.", name)
+    if expert := _EXPERT.search(name):
+        place.append(int(expert[1]))
+        name = _EXPERT.sub(".experts.experts.", name)
+    return name, tuple(place)
+
+
+def _global_tensor(key: str, parts: dict[tuple[int, ...], _Part]) -> GlobalTensor:
+    first = parts[min(parts)]
+    counts = tuple(max(numbers) + 1 for numbers in zip(*parts, strict=True))
+    boxes = {
+        ((*place, *(0 for _ in part.shape)), (*(1 for _ in place), *part.shape)): part
+        for place, part in parts.items()
+    }
+
+    def read_box(box: Box) -> torch.Tensor:
+        return boxes[box].read().view(box[1])
+
+    def read(region: Box) -> torch.Tensor:
+        if region in boxes:
+            return read_box(region)
+        return read_region(region, boxes, read_box, first.dtype, key)
+
+    return GlobalTensor(
+        key,
+        BUFFER if _BUFFERS.search(key) else WEIGHT,
+        first.dtype,
+        (*counts, *first.shape),
+        tuple(sorted(boxes)),
+        read,
+        {box: part.dtype for box, part in boxes.items() if part.dtype != first.dtype},
+    )
+
+
+def _args(model: Model, tensors: list[GlobalTensor]) -> argparse.Namespace:
+    """Return the arguments of a job that would have saved the model."""
+    embedding = next(t for t in tensors if t.key == "embedding.word_embeddings.weight")
+    layout: dict[str, Any] = {
+        "bf16": embedding.dtype == torch.bfloat16,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "data_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "fp16": embedding.dtype == torch.float16,
+        "make_vocab_size_divisible_by": _PADDING,
+        "padded_vocab_size": embedding.shape[0],
+        "params_dtype": embedding.dtype,
+        "pipeline_model_parallel_size": 1,
+        "tensor_model_parallel_size": 1,
+        "transformer_impl": "transformer_engine",
+        "virtual_pipeline_model_parallel_size": None,
+        "world_size": 1,
+    }
+    return argparse.Namespace(**model.args, **layout)

@@ -1,0 +1,353 @@
+"""Hugging Face models and templates that are refused before anything is written."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.safetensors_files import INDEX
+from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    FlashCkptError,
+    NotCommittedError,
+    UnsupportedError,
+)
+from tests.convert.hf_files import CONFIG, FILE, make_model
+from tests.convert.made import held, whole
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 4,
+    "moe_intermediate_size": 4,
+    "n_group": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "num_nextn_predict_layers": 0,
+    "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 2,
+    "topk_group": 2,
+    "v_head_dim": 2,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model")
+
+
+def write(
+    opened_from: Path,
+    tmp_path: Path,
+    template: Path,
+    change: Callable[[Contents], Contents] = lambda contents: contents,
+) -> None:
+    """Write a changed model with `template`, and require that an error leaves nothing."""
+    opened = open_source(opened_from, None, Options())
+    opened = dataclasses.replace(opened, contents=change(opened.contents))
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        convert(opened, tmp_path / "result", "hf", Options(hf_config=template))
+    except FlashCkptError:
+        assert sorted(tmp_path.rglob("*")) == before
+        raise
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias is true"),
+        (DEEPSEEK | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+        (DEEPSEEK | {"num_experts_per_tok": 6}, "num_experts_per_tok is 6 and topk_group is 2"),
+        (DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has "),
+        ({"architectures": ["MambaForCausalLM"]}, 'architectures is \\["MambaForCausalLM"\\]'),
+        ({"architectures": None}, "architectures is "),
+        ({"quantization_config": {"bits": 4}}, "has a quantization_config"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", and only "silu"'),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, 'embeddings of type "linear"'),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling has "),
+    ],
+)
+def test_a_template_without_counterpart_in_megatron_is_refused(
+    tmp_path: Path, model: Path, changes: dict[str, Any], message: str
+) -> None:
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "config.json").write_text(json.dumps(CONFIG | changes))
+    with pytest.raises(UnsupportedError, match=message):
+        write(model, tmp_path, template)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        (json.dumps(CONFIG | {"hidden_size": "8"}), 'hidden_size is "8", expected a positive int'),
+        (json.dumps(CONFIG | {"vocab_size": None}), "vocab_size is null, expected a positive int"),
+        (json.dumps(CONFIG | {"rope_theta": 0.5}), "rope_theta is 0.5, expected a whole number"),
+        (json.dumps(CONFIG | {"rope_scaling": [1]}), r"rope_scaling is \[1\], expected an object"),
+    ],
+)
+def test_a_config_that_is_not_complete_is_refused(
+    tmp_path: Path, model: Path, text: str, message: str
+) -> None:
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        write(model, tmp_path, template)
+
+
+def test_a_template_is_needed_and_must_have_a_config(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="--hf-config DIR"):
+        convert(open_source(model, None, Options()), tmp_path / "result", "hf", Options())
+    with pytest.raises(ConfigError, match=r"config\.json: does not exist; give a directory"):
+        write(model, tmp_path, tmp_path)
+    assert not (tmp_path / "result").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "missing tensors: decoder.layers.2.*fc2.weight; nothing"),
+        ({"num_hidden_layers": 1}, "model does not have: decoder.layers.1.*"),
+        ({"intermediate_size": 13}, r"linear_fc1\.weight has \(24, 8\), expected \(26, 8\)"),
+        ({"vocab_size": 129}, r"word_embeddings\.weight has \(128, 8\), expected \(129, 8\)"),
+    ],
+)
+def test_tensors_that_the_template_does_not_describe_are_refused(
+    tmp_path: Path, model: Path, changes: dict[str, Any], message: str
+) -> None:
+    template = make_model(tmp_path / "template", **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        write(model, tmp_path, template)
+
+
+def test_an_output_layer_is_refused_if_the_template_ties_it(tmp_path: Path, model: Path) -> None:
+    template = make_model(tmp_path / "template", tie_word_embeddings=True)
+    argument = "untie_embeddings_and_output_weights"
+    with pytest.raises(UnsupportedError, match=f"{argument} is True, expected False"):
+        write(model, tmp_path, template)
+    with pytest.raises(UnsupportedError, match=r"does not have: output_layer\.weight"):
+        write(model, tmp_path, template, without(argument))
+
+
+def without(name: str) -> Callable[[Contents], Contents]:
+    """Return a function that makes the contents those of a release without an argument."""
+
+    def change(contents: Contents) -> Contents:
+        args = argparse.Namespace(**vars(contents.args))
+        delattr(args, name)
+        return dataclasses.replace(contents, common={**contents.common, "args": args})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("rotary_base", 500000),
+        ("norm_epsilon", 1e-6),
+        ("num_query_groups", 1),
+        ("qk_layernorm", True),
+        ("swiglu", False),
+        ("layernorm_zero_centered_gamma", True),
+        ("rotary_interleaved", True),
+        ("use_rope_scaling", True),
+        ("mtp_num_layers", 1),
+        ("multi_latent_attention", True),
+    ],
+)
+def test_a_job_with_arguments_of_another_model_is_refused(
+    tmp_path: Path, model: Path, argument: str, value: object
+) -> None:
+    """No shape shows these arguments, but the logits depend on them."""
+
+    def change(contents: Contents) -> Contents:
+        args = argparse.Namespace(**{**vars(contents.args), argument: value})
+        return dataclasses.replace(contents, common={**contents.common, "args": args})
+
+    with pytest.raises(UnsupportedError, match=f"{argument} is {value!r}, expected .*--hf-config"):
+        write(model, tmp_path, model, change)
+    write(model, tmp_path, model, without(argument))  # of a release without it
+
+
+def changed_file(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    tensors = load_file(model / FILE)
+    change(tensors)
+    save_file(tensors, model / FILE)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"missing tensors: model\.norm\.weight; nothing"),
+        (lambda t: t.update(more=torch.ones(1)), "tensors that this model does not have: more;"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(9)}),
+            r"model\.norm\.weight has \(9,\), expected \(8,\)",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.ones(12, 8)}),
+            "have different types, and are one tensor in Megatron",
+        ),
+    ],
+)
+def test_a_model_with_other_tensors_than_its_config_is_refused(
+    model: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        open_source(changed_file(model, change), None, Options())
+
+
+def test_computed_tensors_and_second_copies_in_old_files_are_ignored(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tied", tie_word_embeddings=True)
+    before = open_source(model, None, Options()).contents.tensors
+    more = {
+        "lm_head.weight": torch.ones(90, 8),
+        "model.layers.0.rotary_emb.inv_freq": torch.ones(1),
+    }
+    changed_file(model, lambda tensors: tensors.update(more))
+    after = open_source(model, None, Options()).contents.tensors
+    assert [tensor.name for tensor in after] == [tensor.name for tensor in before]
+
+
+def cut(model: Path) -> None:
+    os.truncate(model / FILE, (model / FILE).stat().st_size - 1)
+
+
+def no_header(model: Path) -> None:
+    (model / FILE).write_bytes(b"\xff" * 8)
+
+
+def false_offsets(model: Path) -> None:
+    data = (model / FILE).read_bytes()
+    (model / FILE).write_bytes(data.replace(b"[0,", b"[1,"))
+
+
+def not_json(model: Path) -> None:
+    (model / FILE).write_bytes((4).to_bytes(8, "little") + b"oops")
+
+
+def outside(model: Path) -> None:
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "../model/model.safetensors"}}))
+
+
+def absent(model: Path) -> None:
+    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+
+
+def list_index(model: Path) -> None:
+    (model / INDEX).write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "ends before .* does; download"),
+        (no_header, "has no whole header"),
+        (false_offsets, "has wrong bytes for"),
+        (not_json, "has a header that cannot be read"),
+        (outside, "names the file '../model/model.safetensors', which is not in the directory"),
+        (absent, "names the file 'model-2.safetensors'"),
+        (list_index, "is no list of files"),
+    ],
+)
+def test_a_damaged_model_is_refused(
+    model: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(model)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        open_source(model, None, Options())
+
+
+def test_a_model_without_safetensors_or_with_an_iteration_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="leave out --iteration 3"):
+        open_source(model, 3, Options())
+    (model / FILE).rename(model / "pytorch_model.bin")
+    with pytest.raises(NotCommittedError, match="save_pretrained"):
+        open_source(model, None, Options())
+
+
+def test_files_of_the_template_are_copied_except_for_its_weights(
+    tmp_path: Path, model: Path
+) -> None:
+    (model / "tokenizer.model").write_bytes(b"words")
+    (model / "pytorch_model.bin").write_bytes(b"weights")
+    (model / "pytorch_model.bin.index.json").write_bytes(b"{}")
+    (model / "original").mkdir()
+    write(model, tmp_path, model)
+    names = {path.name for path in (tmp_path / "result").iterdir() if path.name[0] != "."}
+    assert names == {"config.json", "tokenizer.model", INDEX, "model-00001-of-00001.safetensors"}
+    assert (tmp_path / "result/tokenizer.model").read_bytes() == b"words"
+
+
+def test_padding_is_cut_and_other_rows_are_kept(tmp_path: Path, model: Path) -> None:
+    def filled(tensor: GlobalTensor) -> GlobalTensor:
+        value = whole(tensor)
+        value[90:] = 7.0
+        return held(tensor.key, tensor.kind, value, tensor.boxes)
+
+    def change(contents: Contents) -> Contents:
+        padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+        tensors = [filled(t) if t.key in padded else t for t in contents.tensors]
+        assert all(t.shape[0] == 128 for t in tensors if t.key in padded)
+        return dataclasses.replace(contents, tensors=tensors)
+
+    write(model, tmp_path, model, change)
+    result = load_file(tmp_path / "result/model-00001-of-00001.safetensors")
+    for name, tensor in load_file(model / FILE).items():
+        assert torch.equal(result[name], tensor), name
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common import safetensors_files
+from megatron_flashckpt.convert.formats import convert, open_source
+
+model, result = map(Path, sys.argv[1:])
+write, count = safetensors_files._write, 0
+
+def killed(*arguments):
+    global count
+    count += 1
+    if count == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*arguments)
+
+safetensors_files._write = killed
+options = Options(hf_config=model, shard_nbytes=99)
+convert(open_source(model, None, options), result, "hf", options)
+"""
+
+
+def test_a_killed_conversion_leaves_no_directory_of_the_result(tmp_path: Path, model: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(model), str(tmp_path / "result")]
+    killed = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = (path.name for path in tmp_path.iterdir() if path != model)
+    assert left.startswith(".result.")
+    assert left.endswith(".tmp")
+    write(model, tmp_path, model)
