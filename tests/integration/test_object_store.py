@@ -10,7 +10,7 @@ from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.storage.object_store import ObjectStore
 from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
-from tests.support.trainer import eventually
+from tests.support.trainer import agents_under, eventually
 
 LAYOUT = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 
@@ -38,3 +38,15 @@ def test_a_job_in_a_bucket_resumes_from_memory_and_from_storage(
     assert list(tmp_path.rglob("s3:")) == [], "a URL is no local directory"
     agents = tmp_path / "run"
     eventually("the end of both agents", lambda: not list(agents.rglob("*.log")))
+
+
+def test_wrong_credentials_are_named_before_the_first_step(tmp_path: Path, s3_url: str) -> None:
+    schedule = "--train-iters 1 --save-interval 1 --save".split() + [s3_url, "--load", s3_url]
+    wrong = {"AWS_SECRET_ACCESS_KEY": "wrong"}
+    refused = run_job(tmp_path, "a", [*LAYOUT, *schedule], ranks=1, env=wrong)
+    assert refused.returncode != 0
+    assert refused.losses() == {}
+    assert f"StorageError: [Errno 13] {s3_url}/" in refused.log
+    remedy = "check the credentials of this process (for S3: AWS_ACCESS_KEY_ID and"
+    assert refused.log.count(remedy) == 1
+    assert agents_under(tmp_path) == [], "no agent keeps them"
