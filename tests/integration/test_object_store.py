@@ -41,7 +41,7 @@ def test_a_job_in_a_bucket_resumes_from_memory_and_from_storage(
 
 
 def test_wrong_credentials_are_named_before_the_first_step(tmp_path: Path, s3_url: str) -> None:
-    schedule = "--train-iters 1 --save-interval 1 --save".split() + [s3_url, "--load", s3_url]
+    schedule = [*"--train-iters 1 --save-interval 1 --save".split(), s3_url, "--load", s3_url]
     wrong = {"AWS_SECRET_ACCESS_KEY": "wrong"}
     refused = run_job(tmp_path, "a", [*LAYOUT, *schedule], ranks=1, env=wrong)
     assert refused.returncode != 0
