@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--moe-layer-freq", default="1")
     parser.add_argument("--optimizer", default="adam")
     parser.add_argument("--sgd-momentum", type=float, default=0.9)
+    parser.add_argument("--tensor-parallel-num-weight-shards", type=_count, default=0)
+    parser.add_argument("--expert-tensor-parallel-num-weight-shards", type=_count, default=0)
     parser.add_argument("--num-distributed-optimizer-instances", type=_count, default=1)
     parser.add_argument("--fp8-recipe", default="delayed")
     parser.add_argument("--vision-pretraining-type", default="classify")
@@ -120,6 +122,11 @@ def parse(words: Sequence[str], *, model_known: bool = False) -> argparse.Namesp
             f"sizes of a model with {', '.join(foreign)} cannot be computed; give --parameters N"
         )
     args, _ = _parser().parse_known_args(list(words))
+    # As Megatron derives them.
+    tp = args.tensor_model_parallel_size
+    etp = args.expert_tensor_parallel_size or tp
+    args.gtp_weight_remat_size = args.tensor_parallel_num_weight_shards // tp
+    args.expert_gtp_weight_remat_size = args.expert_tensor_parallel_num_weight_shards // etp
     needed = ("num_layers", "hidden_size", "num_attention_heads")
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
     if args.vocab_size is None and args.padded_vocab_size is None:

@@ -63,7 +63,7 @@ def test_an_unsupported_job_gets_all_reasons_and_no_figures(
 def test_every_job_that_is_left_to_megatron_gets_no_figures(
     capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    status, out, err = run(capsys, f"{flag} value")
+    status, out, err = run(capsys, f"{flag} 8")
     assert (status, out) == (1, "")
     assert f"with {flag} Megatron's own functions save and load" in err[0]
 
