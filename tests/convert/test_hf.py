@@ -105,6 +105,23 @@ def test_a_written_model_read_again_is_megatrons_bit_for_bit(exported: Exported)
         assert torch.equal(back, expected), tensor.name
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_an_exported_model_rounds_in_bfloat16_as_megatrons_does(tmp_path: Path, name: str) -> None:
+    """Both are about as far from the logits that the same weights give in float32."""
+    args = hf_models.megatron_args(f"{CASES[name].flags} --bf16")
+    with hf_models.one_rank():
+        model = hf_models.megatron_model(args).bfloat16()
+        rounded = hf_models.megatron_logits(model)
+        contents = hf_models.contents_of(model, args)
+        template = hf_models.write_template(tmp_path / "template", CASES[name].config)
+        write_hf(contents, tmp_path / "hf", Options(hf_config=template))
+        exact = hf_models.megatron_logits(model.float())
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = hf_model.eval()(hf_models.tokens()).logits.float()
+    assert 0.0 < distance(logits, exact) < 2 * distance(rounded, exact) < 0.2
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe-dense-layer-unnormalized"])
 def test_layers_of_transformer_engine_have_the_keys_that_the_reader_gives(
     tmp_path: Path, name: str

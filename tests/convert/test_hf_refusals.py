@@ -232,6 +232,21 @@ def test_computed_tensors_and_second_copies_in_old_files_are_ignored(tmp_path: P
     assert [tensor.name for tensor in after] == [tensor.name for tensor in before]
 
 
+def test_gpt2_is_read_as_it_was_published(tmp_path: Path) -> None:
+    """Its files have neither the prefix of a model with a head nor only weights."""
+    sizes = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 16}
+    model = make_model(tmp_path / "gpt2", architectures=["GPT2LMHeadModel"], **sizes)
+    before = {t.key: whole(t) for t in open_source(model, None, Options()).contents.tensors}
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(model / FILE).items()
+    }
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 16, 16)}, model / FILE)
+    after = {t.key: whole(t) for t in open_source(model, None, Options()).contents.tensors}
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
 def cut(model: Path) -> None:
     os.truncate(model / FILE, (model / FILE).stat().st_size - 1)
 

@@ -67,7 +67,7 @@ def open_hf(directory: Path, options: Options) -> Contents:
     model = model_of(config)
     stored = tensors_in(directory)
     matches = list(model.matches())
-    stored = _checked(stored, matches, directory, config.place)
+    stored = _checked(_with_prefix(stored, model), matches, directory, config.place)
     parts: dict[str, dict[tuple[int, ...], _Part]] = defaultdict(dict)
     for match in matches:
         key, place = _place(match.names[0], numbered=model.numbered_layers)
@@ -88,16 +88,19 @@ def open_hf(directory: Path, options: Options) -> Contents:
     )
 
 
+def _with_prefix(stored: dict[str, StoredInFile], model: Model) -> dict[str, StoredInFile]:
+    """Return the tensors by their names in a model with a head; GPT-2 was published without."""
+    prefix = model.layer_prefix.partition(".")[0] + "."
+    if any(name.startswith(prefix) for name in stored):
+        return stored
+    return {prefix + name: tensor for name, tensor in stored.items()}
+
+
 def _checked(
     stored: dict[str, StoredInFile], matches: list[Match], directory: Path, place: str
 ) -> dict[str, StoredInFile]:
     """Return the tensors of the model; raise if they are not those of `matches`."""
     expected = {part.name: part.shape for match in matches for part in match.parts}
-    prefix = min(expected).partition(".")[0] + "."  # files of a model without its head lack it
-    if not any(name.startswith(prefix) for name in stored):
-        stored = {
-            name if name in expected else prefix + name: tensor for name, tensor in stored.items()
-        }
     # Some files hold tied embeddings twice, and transformers ignores the second.
     computed = {"lm_head.weight"} | {name for name in stored if _COMPUTED.search(name)}
     missing = sorted(expected.keys() - stored.keys())
