@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,15 @@ def job(where: Path) -> Result:
         *("--train-iters", "5", "--save-interval", "2", "--save", str(where / "save")),
         *("--non-persistent-save-interval", "3"),
     ]
-    env = {"SCALARS": "1", "FLASHCKPT_TRACE__DIRECTORY": "traces"}
+    export = shlex.join([sys.executable, "-m", "megatron_flashckpt.cli", "convert"])
+    env = {
+        "SCALARS": "1",
+        "FLASHCKPT_TRACE__DIRECTORY": "traces",
+        "FLASHCKPT_AGENT__ON_DURABLE": f"""
+            [ $DURABLE_ITERATION = 4 ] || exit 0
+            {export} "$DURABLE_ROOT" {where}/weights --iteration 4 --to safetensors
+        """,
+    }
     done = succeeded(run_job(where, "observed", arguments, ranks=2, env=env))
     await_no_agent(where)  # the agent completes its trace before it ends
     return done
@@ -54,6 +64,13 @@ def test_tensorboard_has_the_timings_of_saves_at_their_iterations(job: Result, w
         )
         assert scalars[iteration, "checkpoint/failures_in_a_row"] == 0
     assert {name for step, name in scalars if step == 3} == {"checkpoint/memory/blocked_ms"}
+
+
+def test_weights_are_exported_while_the_job_goes_on(job: Result, where: Path) -> None:
+    """By a command after a commit; the agent of an ended job waits for it."""
+    index = json.loads((where / "weights/model.safetensors.index.json").read_text())
+    assert "embedding.word_embeddings.weight" in index["weight_map"]
+    assert not list((where / "save").rglob("*.due"))
 
 
 def test_the_save_after_training_uses_the_memory_of_earlier_saves(job: Result) -> None:

@@ -57,7 +57,7 @@ def await_no_agent(where: Path) -> None:
     time of an agent without that report.
     """
     run = where / "run"
-    eventually("the end of the agent", lambda: not list(run.iterdir()), within_s=20.0)
+    eventually("the end of the agent", lambda: not list(run.iterdir()), within_s=60.0)
 
 
 @dataclasses.dataclass
