@@ -81,6 +81,7 @@ def write(
         ({"quantization_config": {"bits": 4}}, "has a quantization_config"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", and only "silu"'),
         ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1 converts"),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, 'embeddings of type "linear"'),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling has "),

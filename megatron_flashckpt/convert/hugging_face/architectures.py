@@ -224,7 +224,7 @@ def _decoder(
 ) -> Model:
     """Return a model with RMSNorm, rotary embeddings and a gated MLP, as Llama has them."""
     config.require(hidden_act=("silu", None), use_sliding_window=(False, None))
-    config.require(mlp_bias=(False, None))
+    config.require(mlp_bias=(False, None), partial_rotary_factor=(1, None))
     heads = config.number("num_attention_heads")
     groups = config.number("num_key_value_heads", heads)
     hidden = config.number("hidden_size")
@@ -277,7 +277,7 @@ def _qwen3(config: HfConfig) -> Model:
 
 def _mixtral(config: HfConfig) -> Model:
     config.require(sliding_window=(None,))
-    model = _decoder(config.with_defaults(tie_word_embeddings=False))
+    model = _decoder(config)
     return _sparse(
         dataclasses.replace(model, expert_prefix="block_sparse_moe.experts.{}."),
         _ATTENTION + _NORM_OF_EXPERTS + _MIXTRAL_ROUTER,
