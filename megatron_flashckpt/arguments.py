@@ -105,7 +105,7 @@ class _Source(msgspec.Struct, frozen=True):
     def state(self) -> dict[str, Any]:
         from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 
-        return side_state_codec.decode_dict(self.encoded, self.name, side_state.COMMON_STATE)
+        return side_state_codec.decode_dict(self.encoded, self.name, side_state.MEGATRON_STATE)
 
 
 class _Result(msgspec.Struct, frozen=True):

@@ -14,19 +14,18 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flashckpt.load import resume
-from megatron_flashckpt.megatron_lm import announcements
+from megatron_flashckpt.megatron_lm import announcements, side_state
 from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils
 from megatron_flashckpt.megatron_lm.job_flags import (
-    changes_outside_steps,
     converts_format,
     left_to_megatron,
 )
+from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
     checkpointing,
     original,
-    unwrap,
 )
 from megatron_flashckpt.save import entry_points, equal_settings
 from megatron_flashckpt.save.request import SaveRequest
@@ -65,8 +64,8 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         pending=checkpointer.pending,
     )
     with announcements.save_hooks():
-        session.startup(margs.save).check_alone(call.model, call.optimizer)
         request = _request(call, margs)
+        session.startup(margs.save).check_alone(request.job)
         _save_dataloader(call, margs)
         report = checkpointer.save(request)
         session.saved(
@@ -96,20 +95,15 @@ def _is_saved_by_megatron(call: SaveCall, margs: Any) -> bool:
 
 def _request(call: SaveCall, margs: Any) -> SaveRequest:
     """Return the request: the state to save, and the wait of training."""
+    job = job_of(margs, call.model, call.optimizer, call.scheduler, call.floating_point_operations)
     wait = wait_of(session.config.wait)
     until_durable = wait == "durable" and not call.non_persistent
     # Without an optimizer, no step would wait for the copies.
-    must_copy = call.optimizer is None or changes_outside_steps(margs) is not None
+    must_copy = call.optimizer is None or job.outside_steps is not None
     return SaveRequest(
         iteration=call.iteration,
-        chunks=unwrap(call.model),
-        optimizer=None if getattr(margs, "no_save_optim", False) else call.optimizer,
-        args=margs,
-        stepped_by=call.optimizer,
-        scheduler=call.scheduler,
-        floating_point_operations=call.floating_point_operations,
-        data_iterator=call.data_iterator,
-        has_rerun_machine=True,
+        job=job,
+        rerun=side_state.rerun_state(call.data_iterator),
         memory_only=call.non_persistent,
         blocking=wait == "staged" or must_copy,
         must_wait=until_durable,
@@ -157,14 +151,14 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     startup = session.startup(margs.save) if margs.save and not converts_format(margs) else None
     if startup is not None and startup.concerns(call.optimizer):
         # Refuse before the load a job that could not be saved later.
-        startup.check(call.model, call.optimizer)
+        startup.check(job_of(margs, call.model, call.optimizer))
     else:
         equal_settings.check(session.config)
     loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
     if startup is not None and startup.concerns(call.optimizer):
-        startup.prepare(call.model, call.optimizer)
+        startup.prepare(job_of(margs, call.model, call.optimizer))
     return loaded
 
 

@@ -34,6 +34,7 @@ from megatron_flashckpt.load.load_request import LoadRequest
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
 from megatron_flashckpt.load.memory_source import open_memory
 from megatron_flashckpt.load.storage_source import open_stored
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
@@ -115,23 +116,21 @@ class Ours(System):
         # By the first save of a job the background preparation is complete, and the first training
         # step has made the dry run.
         self._checkpointer.link.client()
-        self._checkpointer.dry_run([self._weights], self._optimizer, _ARGS)
+        self._checkpointer.dry_run(self._job)
 
     def _adopt(self, state: State) -> None:
         self._weights = Weights(state.of("weight"), self.rank, self.world_size)
         self._optimizer = MixedPrecision(self._weights, state)
+        self._job = JobState(
+            chunks=[self._weights],
+            optimizer=self._optimizer,
+            common={"args": _ARGS, "num_floating_point_operations_so_far": 0},
+        )
         self._checkpointer = Checkpointer(str(self.root), self._config)
         self._checkpointer.start_run()
 
     def save(self, step: int, state: State) -> bool:
-        report = self._checkpointer.save(
-            SaveRequest(
-                iteration=step,
-                chunks=[self._weights],
-                optimizer=self._optimizer,
-                args=_ARGS,
-            )
-        )
+        report = self._checkpointer.save(SaveRequest(iteration=step, job=self._job))
         self._recorders[step] = report.recorder
         return not report.skipped
 

@@ -43,7 +43,7 @@ from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir, pa
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import is_legacy_gpt
-from megatron_flashckpt.megatron_lm.side_state import COMMON_STATE
+from megatron_flashckpt.megatron_lm.side_state import MEGATRON_STATE
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 
@@ -174,7 +174,7 @@ def open_source(root: Path, iteration: int | None, options: Options) -> OpenChec
                     f"{directory}: holds {contents.args!r} instead of training arguments; convert "
                     "another iteration"
                 )
-            if missing := [name for name in COMMON_STATE if name not in contents.common]:
+            if missing := [name for name in MEGATRON_STATE if name not in contents.common]:
                 raise CorruptCheckpointError(
                     f"{directory}: its common state lacks {', '.join(missing)}; convert another "
                     "iteration"

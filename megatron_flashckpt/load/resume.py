@@ -41,7 +41,6 @@ from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.megatron_lm.vocabulary import least_words
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
-from megatron_flashckpt.save.startup import only_evaluates
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.store import Store
@@ -345,7 +344,7 @@ def _open_run(
         OtherWriterError: another job trains there.
         StorageError: the save directory cannot be written.
     """
-    if only_evaluates(margs):
+    if getattr(margs, "skip_train", False):
         _await_all_ranks()
         return
     checkpointer = session.checkpointer(margs.save)

@@ -78,7 +78,7 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
     ]:
         request.raise_refusal()
         name = f"{source.job.place}/{common_name(source.origin.save_id)}"
-        common = side_state_codec.decode_dict(source.common_state, name, side_state.COMMON_STATE)
+        common = side_state_codec.decode_dict(source.common_state, name, side_state.MEGATRON_STATE)
         reads = collective_reads or _read_alone(source)
         own, assigned = reads.states()
         lacks = reads.lacks(own, request.extra_states())

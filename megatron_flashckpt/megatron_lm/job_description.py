@@ -9,6 +9,8 @@ from megatron.core import package_info
 
 import megatron_flashckpt
 
+Fact = bool | int | float | str | None
+
 _NAMES = (
     "world_size",
     "tensor_model_parallel_size",
@@ -24,14 +26,18 @@ _NAMES = (
 )
 
 
-def describe(args: Any) -> dict[str, Any]:
-    """Return the versions of the software and the args that distinguish runs."""
+def versions() -> dict[str, Fact]:
+    """Return the versions of the software that saves."""
     return {
         "megatron_flashckpt": megatron_flashckpt.__version__,
         "megatron_core": package_info.__version__,
         "torch": str(torch.__version__),
-        **{name: fact(args, name) for name in _NAMES},
     }
+
+
+def facts(args: Any) -> dict[str, Fact]:
+    """Return the args of Megatron that distinguish runs."""
+    return {name: fact(args, name) for name in _NAMES}
 
 
 def fact(args: Any, name: str) -> Any:

@@ -13,8 +13,8 @@ from megatron.core import package_info
 
 import megatron_flashckpt
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
-from megatron_flashckpt.megatron_lm import compat
 from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable, unquantizable
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.load_pieces import refuse_unfillable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 
@@ -27,20 +27,19 @@ QUANTIZED_REMEDY = (
 )
 
 
-def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> None:
+def check(job: JobState, state: ModelState) -> None:
     """Raise if a part of this rank's state cannot be saved. No communication.
 
     Args:
         state: caches the geometry for later saves.
-        chunks: unwrapped model chunks.
-        optimizer: None if only weights are saved.
 
     Raises:
         UnsupportedError: lists all differences.
     """
+    chunks, optimizer = job.chunks, job.optimizer
     # After a failed check the later checks are skipped: they would fail for the same reason.
     lines = (
-        compat.missing(args)
+        job.differences()
         or _converted(chunks)
         or _geometry_problems(state, chunks) + unaccounted(chunks, optimizer)
         or _quantized_problems(chunks, optimizer)

@@ -22,6 +22,7 @@ from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.hyper_parameters import hyper_parameters
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 
 logger = logging.getLogger(__name__)
@@ -39,13 +40,10 @@ _AMAX_NBYTES = 5 * 4
 _NUM_GEMMS = 2
 _LENGTH_NBYTES = 8
 _RANK_STATE = ("rng", "optimizer", "rerun", "objects")
-COMMON_STATE = (
-    "args",
-    "checkpoint_version",
-    "iteration",
-    "num_floating_point_operations_so_far",
-    "opt_param_scheduler",
-)
+#: Common state of every checkpoint.
+COMMON_STATE = ("checkpoint_version", "iteration", "opt_param_scheduler")
+#: Common state of a checkpoint of Megatron's own training loop (see `megatron_job`).
+MEGATRON_STATE = (*COMMON_STATE, "args", "num_floating_point_operations_so_far")
 
 
 def rng_state() -> dict[str, Any]:
@@ -273,15 +271,13 @@ def _listed_modules(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tupl
             yield global_name, module
 
 
-def common_state(
-    args: Any, iteration: int, scheduler: Any, num_floating_point_operations: Any
-) -> dict[str, Any]:
+def common_state(job: JobState, iteration: int) -> dict[str, Any]:
     """Return the state that is equal on all ranks, under Megatron's own names."""
+    scheduler = job.scheduler if job.optimizer is not None else None
     return {
-        "args": args,
+        **job.common,
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": iteration,
-        "num_floating_point_operations_so_far": num_floating_point_operations,
         "opt_param_scheduler": scheduler.state_dict() if scheduler is not None else None,
     }
 

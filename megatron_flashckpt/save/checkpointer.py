@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import math
 import time
-from typing import Any
 
 import torch.distributed as dist
 
@@ -23,6 +22,7 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import optimizer_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import Slot
@@ -34,7 +34,7 @@ from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.peer_setup import connect_agents
 from megatron_flashckpt.save.pending_saves import PendingSaves
-from megatron_flashckpt.save.planner import Planner, rerun_state
+from megatron_flashckpt.save.planner import Planner
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.run_opener import RunOpener
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
@@ -125,7 +125,7 @@ class Checkpointer:
         else:
             connect_agents(self.link, self.rank, self.config)
 
-    def dry_run(self, chunks: list[Any], optimizer: Any, args: Any) -> None:
+    def dry_run(self, job: JobState) -> None:
         """Enumerate and plan as a save does; copy nothing. The first save then finds warm caches.
 
         The caches are the model's geometry, the plan, the imported modules, and a slab of the right
@@ -138,7 +138,7 @@ class Checkpointer:
         """
         # If the agent is gone, the save connects to another one.
         with contextlib.suppress(AgentError):
-            nbytes, plan_nbytes = self.planner.dry_run(chunks, optimizer, args, self.runs.run.name)
+            nbytes, plan_nbytes = self.planner.dry_run(job, self.runs.run.name)
             self.link.make_room(nbytes, plan_nbytes)
 
     # ------------------------------------------------------------------ save
@@ -191,15 +191,16 @@ class Checkpointer:
         """Return whether this state was saved before: Megatron may save its last state twice."""
         mark = self._state_identity(request)
         is_saved = self._last in (mark, (*mark[:2], False))
-        return is_saved and rerun_state(request) is None  # a step to rerun has more state
+        return is_saved and request.rerun is None  # a step to rerun has more state
 
     def _begin(self, request: SaveRequest) -> str:
         """Wait for the copies of the last save; return the id of this save."""
         self.link.stager.wait()
         self.saves.process_failures()
         # Also if the optimizer is not saved: its steps change the weights.
-        stepped_by = request.stepped_by if request.optimizer is None else request.optimizer
-        self.hook.install(stepped_by, optimizer_state.inner_optimizers(request.optimizer))
+        job = request.job
+        stepped_by = job.stepped_by if job.optimizer is None else job.optimizer
+        self.hook.install(stepped_by, optimizer_state.inner_optimizers(job.optimizer))
         self.runs.ensure_alone()
         save_id = self.runs.run.new_save_id()
         self.saves.expect(save_id, memory_only=request.memory_only)

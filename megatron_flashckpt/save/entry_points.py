@@ -21,6 +21,7 @@ from megatron_flashckpt.megatron_lm.job_flags import (
     converts_format,
     left_to_megatron,
 )
+from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.save.local_files import refuse_local_files
 from megatron_flashckpt.save.session import session
@@ -76,7 +77,7 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
     built = stock.original("training", "setup_model_and_optimizer")(*args, **kwargs)
     if _saves(margs) and margs.train_iters and not getattr(margs, "skip_train", False):
         model, optimizer, _ = built
-        session.startup(margs.save).prepare(model, optimizer)
+        session.startup(margs.save).prepare(job_of(margs, model, optimizer))
     return built
 
 
@@ -115,14 +116,15 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
     arguments = stock.bind(step, args, kwargs)
     startup = session.startup(margs.save)
-    startup.prepare(arguments["model"], arguments["optimizer"])
+    scheduler = arguments.get("opt_param_scheduler")
+    job = job_of(margs, arguments["model"], arguments["optimizer"], scheduler)
+    startup.prepare(job)
     if captures_graphs(margs):
         # CUDA calls of other threads can break a graph capture; those of the copy thread cannot.
         # So page-locking and the creation of streams must end before the first capture.
         startup.checkpointer.link.wait_for_device_work()
     result = step(*args, **kwargs)
-    scheduler = arguments.get("opt_param_scheduler")
-    if startup.dry_run(arguments["model"], arguments["optimizer"], scheduler):
+    if startup.dry_run(job):
         session.note_ready(margs.save)
     return result
 

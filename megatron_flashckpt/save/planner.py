@@ -9,6 +9,7 @@ from megatron_flashckpt.layout.save_cost import PlanOrigin
 from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.save.gc_pause import gc_paused
@@ -16,13 +17,6 @@ from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.request import SaveRequest
 from megatron_flashckpt.save.shared_templates import SharedTemplates
 from megatron_flashckpt.tracing import phase
-
-
-def rerun_state(request: SaveRequest) -> Any:
-    """Return the state of Megatron's rerun machine while a step is being rerun, else None."""
-    if not request.has_rerun_machine:
-        return None
-    return side_state.rerun_state(request.data_iterator)
 
 
 class Planner:
@@ -49,9 +43,7 @@ class Planner:
         """
         try:
             with phase("enumerate"):
-                return self._pieces(
-                    request.chunks, request.optimizer, request.args, rerun_state(request)
-                )
+                return self._pieces(request.job, request.rerun)
         except RuntimeError as error:
             if not cuda.is_error(error):
                 raise
@@ -66,9 +58,7 @@ class Planner:
         with phase("plan"), gc_paused():
             return self._plans.layout([local.piece for local in pieces])
 
-    def dry_run(
-        self, chunks: list[Any], optimizer: Any, args: Any, run_id: str | None
-    ) -> tuple[int, int]:
+    def dry_run(self, job: JobState, run_id: str | None) -> tuple[int, int]:
         """Enumerate and plan as a save does; share the template with other nodes.
 
         Returns:
@@ -78,7 +68,7 @@ class Planner:
             AgentError: as `layout`.
             UnsupportedError: as `enumerated`.
         """
-        pieces = self._pieces(chunks, optimizer, args, rerun=None)
+        pieces = self._pieces(job, rerun=None)
         with gc_paused(), self._templates.over_nodes(run_id):
             layout = self._plans.layout([local.piece for local in pieces])
         return layout.nbytes, len(layout.encoded_template)
@@ -87,17 +77,14 @@ class Planner:
         """Return the most expensive origin of the layouts since the last call."""
         return self._plans.take_origin()
 
-    def _pieces(self, chunks: list[Any], optimizer: Any, args: Any, rerun: Any) -> list[LocalPiece]:
-        """Return all that this rank saves, in layout order.
-
-        Args:
-            rerun: the result of `rerun_state`, or None.
-        """
+    def _pieces(self, job: JobState, rerun: Any) -> list[LocalPiece]:
+        """Return all that this rank saves, in layout order."""
         with gc_paused():
-            geometry = self._state.geometry(chunks)
-            pieces = self._state.owned(geometry, chunks, optimizer)
-            save_rng = not getattr(args, "no_save_rng", False)
-            state = side_state.rank_state(chunks, geometry, optimizer, rerun, save_rng=save_rng)
+            geometry = self._state.geometry(job.chunks)
+            pieces = self._state.owned(geometry, job.chunks, job.optimizer)
+            state = side_state.rank_state(
+                job.chunks, geometry, job.optimizer, rerun, save_rng=job.save_rng
+            )
             pieces.append(side_state.frame(state, self._rank, self._world_size))
             order = self._plans.order([local.piece for local in pieces])
             return list(map(pieces.__getitem__, order))

@@ -5,31 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.tracing import Recorder
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """The state of the training job that a save needs. All ranks pass the same iteration."""
+    """What a save saves, and when it returns. All ranks pass the same iteration."""
 
     iteration: int
-    chunks: list[Any]
-    """Unwrapped model chunks of this rank."""
-    optimizer: Any
-    """Megatron's optimizer; None to save weights only."""
-    args: Any
-    """Megatron's arguments."""
-    stepped_by: Any = None
-    """Megatron's optimizer if only weights are saved: its steps wait for the copies, too."""
-    scheduler: Any = None
-    """Megatron's `OptimizerParamScheduler`; saved if there is an optimizer."""
-    floating_point_operations: Any = 0
-    """Counted by the training loop since the start of training."""
-    data_iterator: Any = None
-    """The training loop's data iterator; a step that is being rerun saves its position."""
-    has_rerun_machine: bool = False
-    """True if Megatron's training loop calls: its rerun machine may have state to save."""
+    job: JobState
+    rerun: Any = None
+    """State of Megatron's rerun machine while a step is being rerun."""
     memory_only: bool = False
     """Keep the save in host memory; do not write it to storage."""
     blocking: bool = False

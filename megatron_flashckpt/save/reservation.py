@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
 
 from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.run_messages import BeginRun
@@ -55,15 +54,13 @@ def _needs(checkpointer: Checkpointer, expected: SizeEstimate, holder: str = "")
     return node_memory.gather_needs(slab, held, is_there=is_there, agent=agent, holder=holder)
 
 
-def check_storage(margs: Any, checkpointer: Checkpointer) -> None:
+def check_storage(checkpointer: Checkpointer) -> None:
     """Check on all ranks that the save directory can hold checkpoints. Collective.
 
     Raises:
         StorageError: as `probe.check`, on all ranks.
     """
     wait_s = checkpointer.config.probe_wait_s
-    if getattr(margs, "skip_train", False):  # the job may lack permission to write
-        return
     is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
     store = open_store(checkpointer.root)
     probe.check(store, checkpointer.rank, is_first_of_node=is_first_of_node, wait_s=wait_s)

@@ -13,7 +13,7 @@ from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
-from megatron_flashckpt.megatron_lm.job_description import describe, fact
+from megatron_flashckpt.megatron_lm.job_description import versions
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotState
 from megatron_flashckpt.metrics import reported
@@ -120,21 +120,16 @@ class SlotAcquisition:
                 template_fingerprint=layout.template_fingerprint,
                 template=msgspec.Raw(layout.encoded_template),
                 placement=layout.placement,
-                common=_common_state(request) if self._rank == 0 else b"",
-                description=describe(request.args),
-                retain_interval=fact(request.args, "save_retain_interval"),
+                common=self._common_state(request),
+                description={**versions(), **request.job.description},
+                retain_interval=request.job.retain_interval,
                 retention=self._config.retention,
                 metrics=reported.current(),
             )
         )
 
-
-def _common_state(request: SaveRequest) -> bytes:
-    """Return the encoded state that is equal on all ranks; rank 0 saves it."""
-    state = side_state.common_state(
-        request.args,
-        request.iteration,
-        request.scheduler if request.optimizer is not None else None,
-        request.floating_point_operations,
-    )
-    return side_state.encode_common(state)
+    def _common_state(self, request: SaveRequest) -> bytes:
+        """Return the encoded state that is equal on all ranks; rank 0 saves it."""
+        if self._rank != 0:
+            return b""
+        return side_state.encode_common(side_state.common_state(request.job, request.iteration))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from megatron.core import package_info
@@ -13,17 +12,17 @@ from torch.torch_version import TorchVersion
 
 import megatron_flashckpt
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.megatron_lm import stock
-from megatron_flashckpt.megatron_lm.job_flags import changes_outside_steps
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate
 from megatron_flashckpt.memory.host_memory import shown
 from megatron_flashckpt.save import node_memory
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.node_memory import Need
+from megatron_flashckpt.save.save_reports import say
 
 
 def print_start(
-    margs: Any,
+    job: JobState,
     checkpointer: Checkpointer,
     expected: SizeEstimate,
     needs: list[Need],
@@ -42,10 +41,10 @@ def print_start(
     check_s = time.perf_counter() - started
     slots = f"{config.slots} slot{'s' if config.slots > 1 else ''}"
     lines = [
-        f"{megatron_flashckpt.__version__}, {stock.entry_point()}; megatron-core "
+        f"{megatron_flashckpt.__version__}, {job.entry_point}; megatron-core "
         f"{package_info.__version__}, torch {torch.__version__}",
-        f"saves to {checkpointer.root}{_interval(margs)}{_memory_saves(margs)}; "
-        f"{_retention(config.retention, margs)}; redundancy: {config.redundancy}",
+        f"saves to {checkpointer.root}{_interval(job)}{_memory_saves(job)}; "
+        f"{_retention(config.retention, job)}; redundancy: {config.redundancy}",
         f"host memory: {slots} of {shown(expected.nbytes)} on rank 0, at most "
         f"{shown(largest)} per rank; {shown(needed)} on this node ({ranks}) "
         f"of {shown(node.left_nbytes)} available",
@@ -63,15 +62,15 @@ def print_start(
             f"{', or is skipped' if config.busy == 'skip' else ''}; a crash during its copies into "
             "host memory resumes from storage"
         )
-    if (flag := changes_outside_steps(margs)) is not None and config.staging != "blocking":
+    if job.outside_steps is not None and config.staging != "blocking":
         lines.append(
             f"each save copies everything before it returns, as with 'staging: blocking', because "
-            f"{flag} changes tensors outside of the optimizer's step"
+            f"{job.outside_steps} changes tensors outside of the optimizer's step"
         )
     shares = TorchVersion(torch.__version__) >= TorchVersion("2.13")
     lines += rendezvous_warning(os.environ, shares=shares)
     for line in lines:
-        stock.checkpointing().print_rank_0(f"  flashckpt: {line}")
+        say(checkpointer.rank, line)
 
 
 def rendezvous_warning(environ: Mapping[str, str], *, shares: bool) -> list[str]:
@@ -94,26 +93,26 @@ def rendezvous_warning(environ: Mapping[str, str], *, shares: bool) -> list[str]
     ]
 
 
-def _interval(margs: Any) -> str:
-    interval = getattr(margs, "save_interval", None)
+def _interval(job: JobState) -> str:
+    interval = job.save_interval
     if not interval:
         return ""
     return " every iteration" if interval == 1 else f" every {interval} iterations"
 
 
-def _memory_saves(margs: Any) -> str:
-    interval = getattr(margs, "non_persistent_save_interval", None)
+def _memory_saves(job: JobState) -> str:
+    interval = job.memory_interval
     return f", to host memory only every {interval}" if interval else ""
 
 
-def _retention(rules: Retention, margs: Any) -> str:
+def _retention(rules: Retention, job: JobState) -> str:
     hours = rules.max_age_hours
     given = {
         "latest": rules.latest,
         "every": rules.every,
         "best": rules.best and f"{rules.best.keep} by '{rules.best.metric}'",
         "age below": None if hours is None else f"{hours:g} h",
-        "--save-retain-interval": getattr(margs, "save_retain_interval", None),
+        "--save-retain-interval": job.retain_interval,
     }
     kept = [f"{name} {value}" for name, value in given.items() if value is not None]
     return f"kept: {', '.join(kept) or 'all'}"

@@ -12,8 +12,9 @@ from megatron_flashckpt.agent.held_directory import ensure
 from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.collectives import gather_objects, reduce_largest, run_and_agree
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
+from megatron_flashckpt.megatron_lm import parallel, self_check, side_state
 from megatron_flashckpt.megatron_lm.accounting import has_states
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate, expect
 from megatron_flashckpt.save import coverage_check, equal_settings, reservation
@@ -56,7 +57,7 @@ class Startup:
         """
         return optimizer is not None or not self._prepared
 
-    def check(self, model: list[Any], optimizer: Any) -> None:
+    def check(self, job: JobState) -> None:
         """Check on all ranks that the job's state can be saved, and that no other run saves there.
 
         Raises:
@@ -65,12 +66,11 @@ class Startup:
             AgentError: this node has no place for an agent's directory.
             OtherWriterError: another run trains and saves there; nothing was changed.
         """
-        job = _Job.of(model, optimizer)
         if not self._is_prepared(job):
             self._check_ranks(job)
-        self._await_end(job.args)
+        self._await_end(job)
 
-    def prepare(self, model: list[Any], optimizer: Any) -> None:
+    def prepare(self, job: JobState) -> None:
         """Run phases 1 to 3, and print on rank 0 how the job will save.
 
         Raises:
@@ -79,13 +79,12 @@ class Startup:
             StorageError: the slabs of a node's ranks do not fit into its memory together, or the
                 save directory cannot hold checkpoints.
         """
-        job = _Job.of(model, optimizer)
         if self._is_prepared(job):
             return
         started = time.perf_counter()
         # Check again after a load, which changed the optimizer's groups and the modules' own state.
         self._check_ranks(job)
-        self._await_end(job.args)
+        self._await_end(job)
         expected = self._check_coverage(job)
         self._reserve(job, expected, started)
         self._agree(job)
@@ -93,7 +92,7 @@ class Startup:
         self.checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
         self._prepared = job.parts
 
-    def dry_run(self, model: list[Any], optimizer: Any, scheduler: Any = None) -> bool:
+    def dry_run(self, job: JobState) -> bool:
         """Enumerate, encode and plan as a save does; called after each step until it returns True.
 
         The first step creates the optimizer's state. State that cannot be saved is reported here,
@@ -103,25 +102,23 @@ class Startup:
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
         """
-        job = _Job.of(model, optimizer)
         # Asked first: state of an unknown kind is refused right after the step that creates it.
         if job.optimizer is not None and not has_states(job.optimizer):
             return False
         if self.checkpointer.link.is_preparing:
             return False
         if self.checkpointer.rank == 0:
-            side_state.encode_common(side_state.common_state(job.args, 0, scheduler, 0))
-        self.checkpointer.dry_run(job.chunks, job.optimizer, job.args)
+            side_state.encode_common(side_state.common_state(job, 0))
+        self.checkpointer.dry_run(job)
         return True
 
-    def check_alone(self, model: list[Any], optimizer: Any) -> None:
+    def check_alone(self, job: JobState) -> None:
         """Check this rank alone, without a collective, for a save before a load or a step.
 
         Raises:
             UnsupportedError: as `check`; or the ranks must first agree on FP8 or FP4 weights.
             AgentError: as `check`.
         """
-        job = _Job.of(model, optimizer)
         if self._is_prepared(job) or _is_same(self._checked_alone, job.parts):
             return
         quantized, frozen = self._check_own(job)
@@ -139,7 +136,7 @@ class Startup:
 
     # ------------------------------------------------------------------ 1. check
 
-    def _check_ranks(self, job: _Job) -> None:
+    def _check_ranks(self, job: JobState) -> None:
         """Check every rank's own part; gather keys and nodes if a rank needs them."""
         keys = run_and_agree(lambda: self._check_own(job))
         # A few numbers first: gathering is rarely needed.
@@ -157,17 +154,17 @@ class Startup:
         if quantized:
             run_and_agree(lambda: self._check_derived(job))
 
-    def _check_own(self, job: _Job) -> tuple[frozenset[str], frozenset[str]]:
+    def _check_own(self, job: JobState) -> tuple[frozenset[str], frozenset[str]]:
         """Check this rank; return `ModelState.own_keys`."""
-        self_check.check(job.args, self._state, job.chunks, job.optimizer)
-        ensure(job.args.save)
+        self_check.check(job, self._state)
+        ensure(self.checkpointer.root)
         # Without its log and its name, no agent starts, and no save could be committed.
-        place = place_of(job.args.save, self.checkpointer.config.runtime_dir)
+        place = place_of(self.checkpointer.root, self._config.runtime_dir)
         place.prepare()
         place.listener()  # raises if another user has taken the name
         return self._state.own_keys(self._state.geometry(job.chunks))
 
-    def _check_derived(self, job: _Job) -> None:
+    def _check_derived(self, job: JobState) -> None:
         """Check plain weights that share a key with FP8 or FP4 weights of any rank."""
         if lines := self_check.of_derived(self._state, job.chunks, job.optimizer):
             raise self_check.refusal(lines)
@@ -177,11 +174,11 @@ class Startup:
         checkpointer = self.checkpointer
         return platform.node(), str(place_of(checkpointer.root, checkpointer.config.runtime_dir))
 
-    def _await_end(self, args: Any) -> None:
-        if not only_evaluates(args):
+    def _await_end(self, job: JobState) -> None:
+        if job.trains:
             self.checkpointer.runs.await_end()
 
-    def _check_coverage(self, job: _Job) -> SizeEstimate:
+    def _check_coverage(self, job: JobState) -> SizeEstimate:
         """Check that all ranks together save every element; return this rank's expected save."""
         expected = run_and_agree(lambda: expect(self._state, job.chunks, job.optimizer))
         geometry = self._state.geometry(job.chunks)
@@ -190,18 +187,19 @@ class Startup:
 
     # ------------------------------------------------------------------ 2. reserve
 
-    def _reserve(self, job: _Job, expected: SizeEstimate, started: float) -> None:
+    def _reserve(self, job: JobState, expected: SizeEstimate, started: float) -> None:
         """Check that the slabs fit into memory and that storage accepts saves."""
         needs = reservation.check_memory(self.checkpointer, expected)
-        reservation.check_storage(job.args, self.checkpointer)
-        print_start(job.args, self.checkpointer, expected, needs, started)
+        if job.trains:  # otherwise the job may lack permission to write
+            reservation.check_storage(self.checkpointer)
+        print_start(job, self.checkpointer, expected, needs, started)
 
     # ------------------------------------------------------------------ 3. agree
 
-    def _agree(self, job: _Job) -> None:
+    def _agree(self, job: JobState) -> None:
         """Connect the agents, and open a run unless a load has."""
         self.checkpointer.start_run()
-        if not only_evaluates(job.args):
+        if job.trains:
             self.checkpointer.runs.ensure()
 
     # ------------------------------------------------------------------
@@ -214,33 +212,8 @@ class Startup:
     def _state(self) -> ModelState:
         return self.checkpointer.model_state
 
-    def _is_prepared(self, job: _Job) -> bool:
+    def _is_prepared(self, job: JobState) -> bool:
         return _is_same(self._prepared, job.parts)
-
-
-class _Job:
-    """Megatron's arguments, and the model and optimizer that a save takes."""
-
-    def __init__(self, args: Any, chunks: list[Any], optimizer: Any) -> None:
-        self.args = args
-        self.chunks = chunks
-        self.optimizer = optimizer
-        """The optimizer, or None if its state is not saved."""
-
-    @classmethod
-    def of(cls, model: list[Any], optimizer: Any) -> _Job:
-        args = stock.checkpointing().get_args()
-        saved = None if getattr(args, "no_save_optim", False) else optimizer
-        return cls(args, stock.unwrap(model), saved)
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        return (*self.chunks, self.optimizer)
-
-
-def only_evaluates(args: Any) -> bool:
-    """Return whether the job does not train; it may then lack permission to write."""
-    return bool(getattr(args, "skip_train", False))
 
 
 def _is_same(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -24,7 +25,7 @@ from megatron_flashckpt.save.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.megatron_lm.test_side_state import QuantizedLinear
 from tests.memory.test_slab import kernel_collapses
-from tests.support.rank_job import ARGS, Job
+from tests.support.rank_job import JOB, Job
 from tests.support.trainer import eventually
 
 
@@ -37,7 +38,7 @@ def slab_of(checkpointer: Checkpointer) -> Slab:
 
 
 def dry_run(job: Job) -> None:
-    job.checkpointer.dry_run([], None, ARGS)
+    job.checkpointer.dry_run(JOB)
 
 
 def test_the_log_says_what_a_new_slab_got(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +76,7 @@ def test_the_dry_run_refuses_side_state_that_no_load_can_restore(job: Job) -> No
     trackers = {"seed": torch.zeros(16), "dropout": torch.Generator()}
     job.side_state = lambda: {"rng": {"trackers": trackers}, "optimizer": [{"hook": len}]}
     with pytest.raises(UnsupportedError) as refused:
-        job.checkpointer.dry_run([], None, ARGS)
+        job.checkpointer.dry_run(JOB)
     assert str(refused.value) == (
         "a load could not restore this side state: rng.trackers.dropout (torch._C.Generator), "
         "optimizer[0].hook (builtin_function_or_method); keep it as tensors, numbers, text, or "
@@ -107,7 +108,7 @@ def test_a_job_whose_modules_have_extra_states_makes_one_slab(
     for module in modules:
         module.has_stepped = True
     assert len(side_state_codec.encode(job.side_state())) > SIDE_NBYTES
-    job.checkpointer.dry_run(chunks, None, ARGS)
+    job.checkpointer.dry_run(dataclasses.replace(JOB, chunks=chunks))
     assert slab_of(job.checkpointer) is made[0]
     assert job.save(1) is None
     assert made == [slab_of(job.checkpointer)]

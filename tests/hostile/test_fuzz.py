@@ -83,7 +83,7 @@ MEMORY_KIB = 700 * 1024
 
 
 def common_of(iteration: int, **args: int) -> bytes:
-    empty = dict.fromkeys(side_state.COMMON_STATE)
+    empty = dict.fromkeys(side_state.MEGATRON_STATE)
     return side_state.encode_common(
         {**empty, "args": argparse.Namespace(**args), "iteration": iteration}
     )
@@ -158,7 +158,7 @@ def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
         try:
             stored = StoredCheckpoint(store, current, read_manifest(store, current))
             name = common_name(stored.manifest.save_id)
-            side_state_codec.decode_dict(stored.common(), name, side_state.COMMON_STATE)
+            side_state_codec.decode_dict(stored.common(), name, side_state.MEGATRON_STATE)
             try:
                 tensors = read(stored, WANTED)
             except MissingStateError:

@@ -18,10 +18,10 @@ from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.load.load_request import LoadRequest, refuse_missing_masters
 from megatron_flashckpt.megatron_lm import parallel, self_check
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import DistributedOptimizer
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
-from megatron_flashckpt.save import startup as startup_module
 from megatron_flashckpt.save.startup import Startup
 from tests.megatron_lm.quantized_double import BlockDouble, QuantizedDouble
 from tests.megatron_lm.test_model_state import Job
@@ -72,7 +72,7 @@ def sharding(job: Job, **config: Any) -> DistributedOptimizer:
 
 
 def check(job: Job, optimizer: Any) -> None:
-    self_check.check(SimpleNamespace(), ModelState(Replicated()), [job], optimizer)
+    self_check.check(JobState(chunks=[job], optimizer=optimizer), ModelState(Replicated()))
 
 
 def test_only_classes_with_their_own_operators_count_as_quantized() -> None:
@@ -192,15 +192,11 @@ def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
 ) -> None:
     state = ModelState(Replicated())
     state.note_keys(agreed)
-    stock = SimpleNamespace(
-        get_args=lambda: SimpleNamespace(save="save"), unwrap_model=lambda model: model
-    )
     startup = Startup(cast("Any", SimpleNamespace(model_state=state)), lambda nodes: None)
-    monkeypatch.setattr(startup_module.stock, "checkpointing", lambda: stock)
     monkeypatch.setattr(startup, "_check_own", lambda job: (frozenset(keys), frozenset()))
     monkeypatch.setattr(parallel, "model_sizes", lambda: (1, stages, 1))
     if not keys or stages == 1 or agreed:
-        startup.check_alone([], None)
+        startup.check_alone(JobState(chunks=[]))
         return
     with pytest.raises(UnsupportedError, match="call load_checkpoint or Megatron's train_step"):
-        startup.check_alone([], None)
+        startup.check_alone(JobState(chunks=[]))

@@ -11,6 +11,7 @@ import torch
 
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.megatron_lm import stock
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save import entry_points
 from megatron_flashckpt.save.session import session
 
@@ -89,8 +90,8 @@ def test_saves_are_prepared_when_a_model_that_will_be_trained_is_built(
         def __init__(self, root: str) -> None:
             self.root = root
 
-        def prepare(self, model: object, optimizer: object) -> None:
-            prepared.append((self.root, model, optimizer))
+        def prepare(self, job: JobState) -> None:
+            prepared.append((self.root, job.chunks, job.optimizer))
 
     args = Namespace(**{"save": "/save", "train_iters": 10, **flags})
     built = (["model"], "optimizer", "scheduler")
@@ -98,6 +99,7 @@ def test_saves_are_prepared_when_a_model_that_will_be_trained_is_built(
         stock._ORIGINALS, ("training", "setup_model_and_optimizer"), lambda provider: built
     )
     monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
+    monkeypatch.setattr(stock.checkpointing(), "unwrap_model", lambda model: model)
     monkeypatch.setattr(session, "startup", Startup)
     assert entry_points.setup_model_and_optimizer("provider") is built
     assert prepared == ([("/save", ["model"], "optimizer")] if is_prepared else [])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm import stock
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save import startup as startup_module
 from megatron_flashckpt.save.startup import Startup
 
@@ -41,10 +40,9 @@ def test_no_step_waits_for_agent_and_slab(
         rank=0,
         dry_run=lambda *_: ask("dry_run", None),
     )
-    monkeypatch.setattr(stock.checkpointing(), "get_args", Namespace)
     monkeypatch.setattr(startup_module, "has_states", lambda _: ask("has_states", has_states))
     startup = Startup(checkpointer, lambda _: None)
-    assert startup.dry_run([], object()) == is_done
+    assert startup.dry_run(JobState(chunks=[], optimizer=object())) == is_done
     assert questions == asked
 
 
@@ -57,13 +55,12 @@ def test_the_slab_is_begun_when_no_phase_would_wait_for_it(monkeypatch: pytest.M
 
     expected = SimpleNamespace(nbytes=1, plan_nbytes=2)
     checkpointer: Any = SimpleNamespace(link=SimpleNamespace(prepare=note("slab")))
-    monkeypatch.setattr(stock.checkpointing(), "get_args", Namespace)
     startup = Startup(checkpointer, lambda _: None)
     for name in ("check_ranks", "await_end", "reserve", "agree"):
         monkeypatch.setattr(startup, f"_{name}", note(name))
     monkeypatch.setattr(startup, "_check_coverage", note("check_coverage", expected))
     for _ in range(2):  # in the load, or when the model is built; and in the first step
-        startup.prepare([], None)
+        startup.prepare(JobState(chunks=[]))
     assert phases == ["check_ranks", "await_end", "check_coverage", "reserve", "agree", "slab"]
 
 
@@ -71,8 +68,8 @@ def test_the_dry_run_encodes_what_rank_0_saves_for_all(monkeypatch: pytest.Monke
     checkpointer: Any = SimpleNamespace(
         link=SimpleNamespace(is_preparing=False), rank=0, dry_run=lambda *_: None
     )
-    monkeypatch.setattr(stock.checkpointing(), "get_args", Namespace)
     monkeypatch.setattr(startup_module, "has_states", lambda _: True)
     scheduler = SimpleNamespace(state_dict=lambda: {"rate": lambda step: 1.0})
+    job = JobState(chunks=[], optimizer=object(), scheduler=scheduler)
     with pytest.raises(UnsupportedError, match="opt_param_scheduler"):
-        Startup(checkpointer, lambda _: None).dry_run([], object(), scheduler)
+        Startup(checkpointer, lambda _: None).dry_run(job)

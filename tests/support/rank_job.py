@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from tests.support.stored import stored
 from tests.support.trainer import eventually
@@ -27,7 +28,7 @@ NUMEL = 1_500_000
 
 
 #: The arguments of Megatron that a save of such a job reads.
-ARGS = argparse.Namespace(no_save_rng=True)
+JOB = JobState(chunks=[], save_rng=False)
 
 
 class Job:
@@ -59,8 +60,8 @@ class Job:
         assert self.checkpointer.runs.run.name is not None
         return save_name(self.checkpointer.runs.run.name, sequence)
 
-    def request(self, iteration: int, **more: Any) -> SaveRequest:
-        return SaveRequest(iteration, chunks=[], optimizer=None, args=ARGS, **more)
+    def request(self, iteration: int, *, stepped_by: Any = None, **more: Any) -> SaveRequest:
+        return SaveRequest(iteration, dataclasses.replace(JOB, stepped_by=stepped_by), **more)
 
     def stage(self, iteration: int, **more: Any) -> None:
         """Save, and wait until the agent has the slot."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.opening import open_store
@@ -59,8 +59,8 @@ class Node:
 
 def request(iteration: int, *, memory_only: bool = False) -> SaveRequest:
     """Return the request for a save without a model and without random states."""
-    args = argparse.Namespace(no_save_rng=True)
-    return SaveRequest(iteration, chunks=[], optimizer=None, args=args, memory_only=memory_only)
+    job = JobState(chunks=[], save_rng=False)
+    return SaveRequest(iteration, job, memory_only=memory_only)
 
 
 class Rank:

@@ -88,7 +88,7 @@ def open_ours(store: Store, iteration: int, options: Options) -> Contents:
                 tensors[name][box].append(run)
                 dtypes[name][box] = torch_dtype(piece.dtype)
     place = f"{stored.place}/{file_names.common_name(stored.manifest.save_id)}"
-    common = side_state_codec.decode_dict(stored.common(), place, side_state.COMMON_STATE)
+    common = side_state_codec.decode_dict(stored.common(), place, side_state.MEGATRON_STATE)
     all_replicas = bool(getattr(common["args"], "data_parallel_random_init", False))
     states = _side_states(stored, chunks, rank_states, all_replicas=all_replicas)
     optimizer = without_held(merge([state["optimizer"] for _, state in states]))

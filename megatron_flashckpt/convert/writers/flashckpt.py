@@ -43,7 +43,7 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.megatron_lm import side_state
-from megatron_flashckpt.megatron_lm.job_description import describe
+from megatron_flashckpt.megatron_lm.job_description import facts, versions
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.opening import open_store
@@ -124,7 +124,7 @@ def _write(
     merged = manifest.merge(
         records,
         world_size=len(shards),
-        description={**describe(contents.args), CONVERTED_FROM: contents.place},
+        description={**versions(), **facts(contents.args), CONVERTED_FROM: contents.place},
         common_digest=xxhash.xxh3_64_hexdigest(common),
         ancestors=run.ancestors,
         committed_at=time.time(),

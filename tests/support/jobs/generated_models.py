@@ -43,6 +43,7 @@ from megatron.training.training import (
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
 
@@ -319,7 +320,7 @@ def save(case: dict[str, Any]) -> None:
     args.save, args.load, args.ckpt_step = str(place / "save"), None, None
     job = Job(case, "saved")
     try:
-        session.startup(get_args().save).prepare(job.chunks, job.optimizer)
+        session.startup(get_args().save).prepare(job_of(get_args(), job.chunks, job.optimizer))
     except FlashCkptError as error:
         trace(event="refused", case=case["name"], error=str(error))
         session.close(leave=True)

@@ -94,6 +94,7 @@ from megatron.training import checkpointing as stock  # noqa: E402
 
 from megatron_flashckpt import launch  # noqa: E402
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
+from megatron_flashckpt.megatron_lm.megatron_job import job_of  # noqa: E402
 from megatron_flashckpt.save.session import session  # noqa: E402
 from scripts import pretrain_gpt_tiny as tiny  # noqa: E402
 
@@ -307,7 +308,7 @@ def saved(job: Job, number: int) -> list[str]:
 def save(case: dict[str, Any]) -> None:
     get_args().save = str(ROOT / LAYOUT / "save")
     job = Job(case, "saved")
-    session.startup(get_args().save).prepare(job.chunks, job.optimizer)
+    session.startup(get_args().save).prepare(job_of(get_args(), job.chunks, job.optimizer))
     for step in range(2):
         job.step(step)
     torch.save(job.held(), ROOT / LAYOUT / f"held-{case['number']}-{generated.RANK}")

@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from megatron.training import checkpointing, get_args
 
 from megatron_flashckpt.checkpointing import save_checkpoint
+from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.save import entry_points, node_memory, reservation
 from megatron_flashckpt.save.session import session
@@ -258,7 +259,7 @@ CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
 
 def begin(model: list[Any], optimizer: Any) -> None:
     """Run the checks that precede the first step."""
-    session.startup(get_args().save).prepare(model, optimizer)
+    session.startup(get_args().save).prepare(job_of(get_args(), model, optimizer))
 
 
 def caught(name: str, call: Callable[[], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -69,13 +68,14 @@ def _refusal(values: torch.Tensor) -> str:
     from megatron_flashckpt.config import Replicated
     from megatron_flashckpt.errors import UnsupportedError
     from megatron_flashckpt.megatron_lm import parallel, self_check
+    from megatron_flashckpt.megatron_lm.job_state import JobState
     from megatron_flashckpt.megatron_lm.model_state import ModelState
 
     job = _job(values)
     with mock.patch.object(parallel, "data_parallel", return_value=(1, 0)):
         try:
             state = ModelState(Replicated())
-            self_check.check(SimpleNamespace(), state, [job], job.optimizer)
+            self_check.check(JobState(chunks=[job], optimizer=job.optimizer), state)
         except UnsupportedError as error:
             return str(error)
     return ""

@@ -1,0 +1,47 @@
+"""The data of a job that saves and loads use; they know nothing else of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_flashckpt.megatron_lm.job_description import Fact
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobState:
+    """Model, optimizer and all else of a job. The stand-ins make it from Megatron's args."""
+
+    chunks: list[Any]
+    """Unwrapped model chunks of this rank."""
+    optimizer: Any = None
+    """Megatron's optimizer; None to save weights only."""
+    stepped_by: Any = None
+    """Megatron's optimizer if only weights are saved: its steps wait for the copies, too."""
+    scheduler: Any = None
+    """Megatron's `OptimizerParamScheduler`; saved if there is an optimizer."""
+    common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """State of the training loop that is equal on all ranks."""
+    description: Mapping[str, Fact] = dataclasses.field(default_factory=dict)
+    """Facts for people and tools, beside the versions; each is a number or a text."""
+    save_rng: bool = True
+    trains: bool = True
+    """False for a job that only evaluates; it may lack permission to write."""
+    save_interval: int | None = None
+    """Iterations between saves, for messages."""
+    memory_interval: int | None = None
+    """Iterations between saves to host memory only, for messages."""
+    retain_interval: int | None = None
+    """Retention keeps checkpoints of iterations that are multiples of this."""
+    outside_steps: str | None = None
+    """The feature that changes tensors outside `optimizer.step()`, for messages; None if none."""
+    entry_point: str = ""
+    """How the job calls this package, for messages."""
+    differences: Callable[[], list[str]] = list
+    """Returns one line per difference between the caller and what this package expects of it."""
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The objects that a save reads."""
+        return (*self.chunks, self.optimizer)
