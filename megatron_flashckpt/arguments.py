@@ -103,9 +103,9 @@ class _Source(msgspec.Struct, frozen=True):
     encoded: bytes
 
     def state(self) -> dict[str, Any]:
-        from megatron_flashckpt.megatron_lm import side_state, side_state_codec
+        from megatron_flashckpt.megatron_lm import side_state
 
-        return side_state_codec.decode_dict(self.encoded, self.name, side_state.MEGATRON_STATE)
+        return side_state.decode_common(self.encoded, self.name, side_state.MEGATRON_STATE)
 
 
 class _Result(msgspec.Struct, frozen=True):

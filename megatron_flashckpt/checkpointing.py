@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_flashckpt.load import resume
+from megatron_flashckpt.load import megatron_load
 from megatron_flashckpt.megatron_lm import announcements, side_state
 from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils
 from megatron_flashckpt.megatron_lm.job_flags import (
@@ -154,7 +154,7 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         startup.check(job_of(margs, call.model, call.optimizer))
     else:
         equal_settings.check(session.config)
-    loaded = resume.load(call, margs)
+    loaded = megatron_load.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
     if startup is not None and startup.concerns(call.optimizer):

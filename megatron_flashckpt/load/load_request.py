@@ -43,6 +43,8 @@ class LoadRequest:
     """True: the vocabulary may be another one, so rows of embeddings may be cut or added."""
     fill: bool = True
     """False: read the side state only."""
+    needs: tuple[str, ...] = side_state.COMMON_STATE
+    """Keys of the common state that the caller needs."""
     overwritten: Names = dataclasses.field(default_factory=set)
     """Kind and key of the tensors that a damaged checkpoint has overwritten on this rank.
     The checkpoint that is loaded instead must replace all of them."""

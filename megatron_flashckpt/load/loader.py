@@ -52,7 +52,7 @@ def _checked_plan(request: LoadRequest, source: CheckpointSource) -> tuple[SideS
     try:
         side, state_types = read_side_state(request, source)
         refuse_missing_optimizer(request, side.param_groups, source.job.place)
-        words = least_words(side.common["args"])
+        words = least_words(side.common.get("args"))
         return side, plan_load(request, source.job, side.param_groups, state_types, words)
     except MissingStateError:
         # Either the model differs, or the checkpoint itself is incomplete.

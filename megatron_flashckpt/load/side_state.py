@@ -37,7 +37,6 @@ from megatron_flashckpt.megatron_lm import (
     hyper_parameters,
     parallel,
     side_state,
-    side_state_codec,
 )
 
 #: Upper bound of a rank's side state: a few MiB of random states, param groups and FP8 states.
@@ -78,7 +77,7 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
     ]:
         request.raise_refusal()
         name = f"{source.job.place}/{common_name(source.origin.save_id)}"
-        common = side_state_codec.decode_dict(source.common_state, name, side_state.MEGATRON_STATE)
+        common = side_state.decode_common(source.common_state, name, request.needs)
         reads = collective_reads or _read_alone(source)
         own, assigned = reads.states()
         lacks = reads.lacks(own, request.extra_states())

@@ -15,10 +15,12 @@ class JobState:
 
     chunks: list[Any]
     """Unwrapped model chunks of this rank."""
+    wrapped: list[Any] = dataclasses.field(default_factory=list)
+    """The same chunks with their DistributedDataParallel and precision wrappers."""
     optimizer: Any = None
-    """Megatron's optimizer; None to save weights only."""
-    stepped_by: Any = None
-    """Megatron's optimizer if only weights are saved: its steps wait for the copies, too."""
+    """Megatron's optimizer; None for a model that is not trained."""
+    saves_optimizer: bool = True
+    """False: only weights are saved; the optimizer's steps still wait for the copies."""
     scheduler: Any = None
     """Megatron's `OptimizerParamScheduler`; saved if there is an optimizer."""
     common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -42,6 +44,11 @@ class JobState:
     """Returns one line per difference between the caller and what this package expects of it."""
 
     @property
+    def saved_optimizer(self) -> Any:
+        """The optimizer if it is saved, else None."""
+        return self.optimizer if self.saves_optimizer else None
+
+    @property
     def parts(self) -> tuple[Any, ...]:
         """The objects that a save reads."""
-        return (*self.chunks, self.optimizer)
+        return (*self.chunks, self.saved_optimizer)

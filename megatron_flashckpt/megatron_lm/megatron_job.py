@@ -24,8 +24,9 @@ def job_of(
     """
     return JobState(
         chunks=stock.unwrap(model),
-        optimizer=None if getattr(args, "no_save_optim", False) else optimizer,
-        stepped_by=optimizer,
+        wrapped=model,
+        optimizer=optimizer,
+        saves_optimizer=not getattr(args, "no_save_optim", False),
         scheduler=scheduler,
         common={"args": args, "num_floating_point_operations_so_far": floating_point_operations},
         description=facts(args),

@@ -36,7 +36,7 @@ def check(job: JobState, state: ModelState) -> None:
     Raises:
         UnsupportedError: lists all differences.
     """
-    chunks, optimizer = job.chunks, job.optimizer
+    chunks, optimizer = job.chunks, job.saved_optimizer
     # After a failed check the later checks are skipped: they would fail for the same reason.
     lines = (
         job.differences()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError, UnsupportedError
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.megatron_lm.compat import feature, takes
@@ -42,6 +42,8 @@ _LENGTH_NBYTES = 8
 _RANK_STATE = ("rng", "optimizer", "rerun", "objects")
 #: Common state of every checkpoint.
 COMMON_STATE = ("checkpoint_version", "iteration", "opt_param_scheduler")
+#: Common state that a loop of its own gives to `megatron_flashckpt.Checkpointer`.
+OWN_STATE = "side"
 #: Common state of a checkpoint of Megatron's own training loop (see `megatron_job`).
 MEGATRON_STATE = (*COMMON_STATE, "args", "num_floating_point_operations_so_far")
 
@@ -273,13 +275,37 @@ def _listed_modules(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tupl
 
 def common_state(job: JobState, iteration: int) -> dict[str, Any]:
     """Return the state that is equal on all ranks, under Megatron's own names."""
-    scheduler = job.scheduler if job.optimizer is not None else None
+    scheduler = job.scheduler if job.saved_optimizer is not None else None
     return {
         **job.common,
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": iteration,
         "opt_param_scheduler": scheduler.state_dict() if scheduler is not None else None,
     }
+
+
+def decode_common(encoded: bytes, place: str, needs: Collection[str]) -> dict[str, Any]:
+    """Return the common state that `encode_common` encoded.
+
+    Args:
+        place: name of the file, for messages.
+        needs: keys that the caller cannot do without.
+
+    Raises:
+        CorruptCheckpointError: the bytes are not a common state, or lack a key.
+        UnsupportedError: Megatron's args are needed, and a loop of its own has saved.
+    """
+    try:
+        return side_state_codec.decode_dict(encoded, place, needs)
+    except CorruptCheckpointError:
+        state = side_state_codec.decode(encoded, place)
+        if not (isinstance(state, dict) and OWN_STATE in state and "args" in needs):
+            raise
+    raise UnsupportedError(
+        f"{place}: megatron_flashckpt.Checkpointer has saved this checkpoint from a training loop "
+        "of its own, so it has no Megatron arguments; load it with Checkpointer.load, or only its "
+        "weights with --finetune"
+    )
 
 
 def encode_common(state: dict[str, Any]) -> bytes:

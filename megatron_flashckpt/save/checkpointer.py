@@ -198,9 +198,8 @@ class Checkpointer:
         self.link.stager.wait()
         self.saves.process_failures()
         # Also if the optimizer is not saved: its steps change the weights.
-        job = request.job
-        stepped_by = job.stepped_by if job.optimizer is None else job.optimizer
-        self.hook.install(stepped_by, optimizer_state.inner_optimizers(job.optimizer))
+        inner = optimizer_state.inner_optimizers(request.job.saved_optimizer)
+        self.hook.install(request.job.optimizer, inner)
         self.runs.ensure_alone()
         save_id = self.runs.run.new_save_id()
         self.saves.expect(save_id, memory_only=request.memory_only)

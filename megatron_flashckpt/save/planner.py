@@ -81,9 +81,9 @@ class Planner:
         """Return all that this rank saves, in layout order."""
         with gc_paused():
             geometry = self._state.geometry(job.chunks)
-            pieces = self._state.owned(geometry, job.chunks, job.optimizer)
+            pieces = self._state.owned(geometry, job.chunks, job.saved_optimizer)
             state = side_state.rank_state(
-                job.chunks, geometry, job.optimizer, rerun, save_rng=job.save_rng
+                job.chunks, geometry, job.saved_optimizer, rerun, save_rng=job.save_rng
             )
             pieces.append(side_state.frame(state, self._rank, self._world_size))
             order = self._plans.order([local.piece for local in pieces])

@@ -103,7 +103,7 @@ class Startup:
             UnsupportedError: the job holds state that cannot be saved.
         """
         # Asked first: state of an unknown kind is refused right after the step that creates it.
-        if job.optimizer is not None and not has_states(job.optimizer):
+        if job.saved_optimizer is not None and not has_states(job.saved_optimizer):
             return False
         if self.checkpointer.link.is_preparing:
             return False
@@ -166,7 +166,7 @@ class Startup:
 
     def _check_derived(self, job: JobState) -> None:
         """Check plain weights that share a key with FP8 or FP4 weights of any rank."""
-        if lines := self_check.of_derived(self._state, job.chunks, job.optimizer):
+        if lines := self_check.of_derived(self._state, job.chunks, job.saved_optimizer):
             raise self_check.refusal(lines)
 
     def _node(self) -> tuple[str, str]:
@@ -180,7 +180,7 @@ class Startup:
 
     def _check_coverage(self, job: JobState) -> SizeEstimate:
         """Check that all ranks together save every element; return this rank's expected save."""
-        expected = run_and_agree(lambda: expect(self._state, job.chunks, job.optimizer))
+        expected = run_and_agree(lambda: expect(self._state, job.chunks, job.saved_optimizer))
         geometry = self._state.geometry(job.chunks)
         coverage_check.check(self._state, geometry, job.chunks, expected.pieces)
         return expected

@@ -58,10 +58,10 @@ def test_weights_without_the_optimizer_are_not_written_under_an_earlier_iteratio
     """The end of training writes the last memory-only save, unless the weights have changed."""
     job = make_job(config)
     optimizer = _Optimizer(job.tensors)
-    job.checkpointer.save(job.request(1, stepped_by=optimizer, memory_only=True))
+    job.checkpointer.save(job.request(1, optimizer=optimizer, memory_only=True))
     optimizer.step()
     assert job.checkpointer.write_last() is None
-    job.checkpointer.save(job.request(2, stepped_by=optimizer, memory_only=True))
+    job.checkpointer.save(job.request(2, optimizer=optimizer, memory_only=True))
     assert job.checkpointer.write_last() is not None
     assert [outcome.error for outcome in job.checkpointer.wait(60.0)] == [None] * 3
     job.assert_stored(root, 2)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from unittest import mock
 
 import pytest
 
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.load import resume
+from megatron_flashckpt.load.load_policy import LoadPolicy
+from megatron_flashckpt.megatron_lm.job_state import JobState
 
 
-@pytest.mark.parametrize(("flags", "opens"), [({}, True), ({"skip_train": True}, False)])
-def test_a_job_that_only_evaluates_opens_no_run(
-    flags: dict[str, bool], opens: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_job_that_only_evaluates_opens_no_run(trains: bool) -> None:
     """A job that trains there would be overtaken, and a read-only directory would be an error."""
-    session = mock.Mock()
-    monkeypatch.setattr(resume, "session", session)
-    margs = Namespace(save="/save", finetune=False, **flags)
-    resume._open_run(margs, Save(10, "000001-aaaa.00001.1"), (), None)
-    assert session.checkpointer.return_value.runs.open.called is opens
+    call, saves = mock.Mock(), mock.Mock()
+    call.job, call.policy = JobState(chunks=[], trains=trains), LoadPolicy()
+    resume._open_run(call, saves, Save(10, "000001-aaaa.00001.1"), (), None)
+    assert saves.runs.open.called is trains

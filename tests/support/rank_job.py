@@ -28,7 +28,7 @@ NUMEL = 1_500_000
 
 
 #: The arguments of Megatron that a save of such a job reads.
-JOB = JobState(chunks=[], save_rng=False)
+JOB = JobState(chunks=[], saves_optimizer=False, save_rng=False)
 
 
 class Job:
@@ -60,8 +60,8 @@ class Job:
         assert self.checkpointer.runs.run.name is not None
         return save_name(self.checkpointer.runs.run.name, sequence)
 
-    def request(self, iteration: int, *, stepped_by: Any = None, **more: Any) -> SaveRequest:
-        return SaveRequest(iteration, dataclasses.replace(JOB, stepped_by=stepped_by), **more)
+    def request(self, iteration: int, *, optimizer: Any = None, **more: Any) -> SaveRequest:
+        return SaveRequest(iteration, dataclasses.replace(JOB, optimizer=optimizer), **more)
 
     def stage(self, iteration: int, **more: Any) -> None:
         """Save, and wait until the agent has the slot."""

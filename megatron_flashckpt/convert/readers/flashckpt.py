@@ -23,7 +23,7 @@ from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, UNUSED, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.template import pieces_of
-from megatron_flashckpt.megatron_lm import side_state, side_state_codec
+from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.hyper_parameters import merge, without_held
 from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
 from megatron_flashckpt.storage.store import Store
@@ -88,7 +88,7 @@ def open_ours(store: Store, iteration: int, options: Options) -> Contents:
                 tensors[name][box].append(run)
                 dtypes[name][box] = torch_dtype(piece.dtype)
     place = f"{stored.place}/{file_names.common_name(stored.manifest.save_id)}"
-    common = side_state_codec.decode_dict(stored.common(), place, side_state.MEGATRON_STATE)
+    common = side_state.decode_common(stored.common(), place, side_state.MEGATRON_STATE)
     all_replicas = bool(getattr(common["args"], "data_parallel_random_init", False))
     states = _side_states(stored, chunks, rank_states, all_replicas=all_replicas)
     optimizer = without_held(merge([state["optimizer"] for _, state in states]))
