@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flashckpt.megatron_lm.job_flags import left_to_megatron
-from megatron_flashckpt.megatron_lm.stock import bind, checkpointing, original, stock_module
+from megatron_flashckpt.megatron_lm.stock import bind, get_args, original, stock_module
 from megatron_flashckpt.save import entry_points
 from megatron_flashckpt.save.session import session
 
@@ -30,7 +30,7 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
     """
     stock = original("async_utils", "maybe_finalize_async_save")
     named = bind(stock, args, kwargs)
-    margs = checkpointing().get_args()
+    margs = get_args()
     if margs.save and not named.get("terminate", False) and not left_to_megatron(margs):
         entry_points.watch()
         session.checkpointer(margs.save).start_run()

@@ -25,6 +25,7 @@ from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
     checkpointing,
+    get_args,
     original,
 )
 from megatron_flashckpt.save import entry_points, equal_settings
@@ -51,7 +52,7 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         TypeError: Megatron's own function has no such argument.
     """
     call = SaveCall.of(args, kwargs)
-    margs = checkpointing().get_args()
+    margs = get_args()
     if _is_saved_by_megatron(call, margs):
         original("checkpointing", "save_checkpoint")(*args, **kwargs)
         return
@@ -142,7 +143,7 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         FlashCkptError: on every rank, with the same class; no file was changed.
     """
     call = LoadCall.of(args, kwargs)
-    margs = checkpointing().get_args()
+    margs = get_args()
     # A job may load right after a save; only the optimizer's step waits for copies by itself.
     session.wait_copied()
     if _left_to_megatron(margs):

@@ -40,7 +40,7 @@ LAYERS = (
     {"load"},
     {"cli"},
     {"arguments"},
-    {"checkpointing", "async_utils"},
+    {"checkpointer", "checkpointing", "async_utils"},
     {"launch"},
 )
 #: Modules that never import torch, neither directly nor indirectly, not even inside a function.
@@ -76,6 +76,7 @@ KNOW_MEGATRON = {
     "load",
     "cli",
     "arguments",
+    "checkpointer",
     "checkpointing",
     "async_utils",
     "launch",
@@ -154,10 +155,13 @@ def read_package() -> dict[str, list[Import]]:
     for path in HOME.rglob("*.py"):
         files[".".join(path.relative_to(HOME).with_suffix("").parts)] = path
     modules = {name.removesuffix("__init__").rstrip("."): name for name in files}
-    return {
+    read = {
         module: imports_in(files[name].read_text(), name, modules)
         for module, name in sorted(modules.items())
     }
+    # The package names what it loads on first use for type checkers only.
+    read[""] = [imported for imported in read[""] if imported.loads]
+    return read
 
 
 MODULES = read_package()
@@ -327,6 +331,14 @@ def test_the_agents_server_loads_neither_torch_nor_megatron():
     loaded = loaded_in_a_new_process(["megatron_flashckpt.agent.server"])
     assert "megatron_flashckpt.agent.server" in loaded
     assert roots(loaded, {"torch", "megatron"}) == set()
+
+
+def test_the_package_exports_these_names_and_loads_torch_only_for_its_checkpointer():
+    names = ["FORMAT_VERSION", "Checkpointer", "__version__", "report_metric", "waiting"]
+    assert sorted(megatron_flashckpt.__all__) == sorted(names)
+    assert all(hasattr(megatron_flashckpt, name) for name in names)
+    assert megatron_flashckpt.Checkpointer.__module__ == "megatron_flashckpt.checkpointer"
+    assert not hasattr(megatron_flashckpt, "Checkpoint")
 
 
 def test_modules_that_start_fast_load_neither_torch_nor_megatron():

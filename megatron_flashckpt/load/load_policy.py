@@ -29,6 +29,8 @@ class LoadPolicy:
     """False: read the side state only."""
     needs: tuple[str, ...] = COMMON_STATE
     """Keys of the common state without which the caller cannot resume."""
+    takes_own_formats_only: bool = False
+    """True: a checkpoint of another program is an error. False: the caller loads it itself."""
     uses_checkpoint_args: bool = False
     """True: ranks have taken args from checkpoints, which must agree (`argument_source`)."""
     pretrained: str | None = None

@@ -114,7 +114,7 @@ def load(call: LoadCall) -> LoadResult:
     candidates.report()
     result = LoadResult(loaded, call.policy, call.directory)
     if loaded is None:
-        _refuse_foreign(candidates, request)
+        _refuse_foreign(candidates, request, call)
         _refuse_start_from_scratch(candidates, call)
         if call.policy.uses_checkpoint_args:
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
@@ -279,8 +279,15 @@ def _opened(candidates: Candidates, call: LoadCall, directory: _LoadDirectory) -
     return open_stored(directory.store, candidate, call.config)
 
 
-def _refuse_foreign(candidates: Candidates, request: LoadRequest) -> None:
-    """Raise an error if neither this package nor Megatron can load the named checkpoint."""
+def _refuse_foreign(candidates: Candidates, request: LoadRequest, call: LoadCall) -> None:
+    """Raise an error if neither this package nor the caller can load the named checkpoint."""
+    other = candidates.other_program
+    if other is not None and call.policy.takes_own_formats_only:
+        raise UnsupportedError(
+            f"{call.directory}: iteration {other.iteration} is in a format of another program; "
+            "write it in this package's format with 'flashckpt convert', or load from another "
+            "directory"
+        )
     problem = candidates.offered.foreign
     if problem is not None and request.optimizer is not None:
         raise UnsupportedError(problem)

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import Float16Module
+
 from megatron_flashckpt.megatron_lm.job_description import Fact
+
+
+def unwrapped(model: Iterable[Any]) -> list[Any]:
+    """Return the model chunks without megatron-core's data parallel and precision wrappers."""
+    chunks = []
+    for chunk in model:
+        while isinstance(chunk, DistributedDataParallel | Float16Module):
+            chunk = chunk.module
+        chunks.append(chunk)
+    return chunks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,8 @@ def stock_module(name: str) -> ModuleType:
     paths = " or ".join(f"{package}.{name}" for package in TRAINING_PACKAGES)
     raise UnsupportedError(
         f"no {paths} can be imported: run from a "
-        "Megatron-LM checkout, or install megatron-core >= 0.17, whose wheel has megatron.training"
+        "Megatron-LM checkout, or install megatron-core >= 0.17, whose wheel has "
+        "megatron.training; or use megatron_flashckpt.Checkpointer in a training loop of your own"
     )
 
 
@@ -67,6 +68,22 @@ def original(module: str, name: str) -> Callable[..., Any]:
 def checkpointing() -> ModuleType:
     """Return Megatron's own `checkpointing` module."""
     return stock_module("checkpointing")
+
+
+def get_args() -> Any:
+    """Return Megatron's args.
+
+    Raises:
+        UnsupportedError: the job has none.
+    """
+    try:
+        return checkpointing().get_args()
+    except AssertionError as error:
+        raise UnsupportedError(
+            "Megatron's args are not initialized, but its save_checkpoint or load_checkpoint is "
+            "called: a training loop of its own uses megatron_flashckpt.Checkpointer instead; "
+            "Megatron's own functions need initialize_megatron first"
+        ) from error
 
 
 def is_replaced(module: str, name: str) -> bool:

@@ -69,7 +69,7 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         ConfigError: `--save` names no directory that can be used.
         UnsupportedError: as `Startup.prepare`.
     """
-    margs = stock.checkpointing().get_args()
+    margs = stock.get_args()
     if _saves(margs):
         refuse_unusable(margs.save)  # now, because a large model takes minutes
         if is_url(margs.save):
@@ -91,7 +91,7 @@ def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
     its own asynchronous saves. A save of this package takes no GPU memory, so the cache stays:
     otherwise the next step has to allocate it again.
     """
-    margs = stock.checkpointing().get_args()
+    margs = stock.get_args()
     is_ours = _saves(margs) and not converts_format(margs)
     keeping_cache = cuda.cache_kept() if is_ours else contextlib.nullcontext()
     recorder = Recorder(LOOP)
@@ -109,7 +109,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         SaveFailedError: as `maybe_finalize_async_save`, in releases without that function.
     """
     step = stock.original("training", "train_step")
-    margs = stock.checkpointing().get_args()
+    margs = stock.get_args()
     if not _polls_every_iteration():
         session.finalize(blocking=False)
     if not _saves(margs) or session.is_ready(margs.save):

@@ -7,7 +7,6 @@ only global object, `session`.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import logging
 import sys
@@ -15,20 +14,19 @@ from collections.abc import Hashable, Sequence
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.catalog.listing import newest_durable
 from megatron_flashckpt.config import Config, load_config
-from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
+from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
-from megatron_flashckpt.megatron_lm.stock import checkpointing
+from megatron_flashckpt.megatron_lm.stock import get_args
 from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.open_checkpointer import OpenCheckpointer, reports_on
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run import Run
-from megatron_flashckpt.save.save_reports import SaveReports, node_count, say
+from megatron_flashckpt.save.save_reports import SaveReports, node_count
 from megatron_flashckpt.save.scalars import save_scalars
-from megatron_flashckpt.save.staged_save import StagedSave
 from megatron_flashckpt.save.startup import Startup
-from megatron_flashckpt.storage.opening import absolute, open_store
+from megatron_flashckpt.storage.opening import absolute
 from megatron_flashckpt.tracing import Recorder
 
 logger = logging.getLogger(__name__)
@@ -38,57 +36,28 @@ _Agreed = tuple[frozenset[str], frozenset[str]]
 
 
 @dataclasses.dataclass
-class _OpenCheckpointer:
-    checkpointer: Checkpointer
-    reports: SaveReports
-    startup: Startup
+class _MegatronSaves(OpenCheckpointer):
+    """The saves of Megatron's own training loop to one directory."""
+
     announced: dict[int, announcements.AnnouncedSave] = dataclasses.field(default_factory=dict)
-    staged: list[StagedSave] = dataclasses.field(default_factory=list)
-    """Saves whose figures are not reported yet, in order."""
-    recorders: dict[str, Recorder] = dataclasses.field(default_factory=dict)
-    """Timings of saves whose outcomes are not reported yet, by save id."""
-    unwritten: announcements.AnnouncedSave | None = None
-    """The last save if it was skipped or is for memory only; else None."""
+    """Saves to storage that have no outcome yet, by iteration."""
+    last: announcements.AnnouncedSave | None = None
+    """The last save that was staged or skipped."""
 
     def expects_save_of(self, iteration: int) -> bool:
         """Return whether Megatron still saves `iteration` after its loop, if the job does not exit.
 
         The loop may end with an exit in the last iteration, too.
         """
-        is_due = announcements.saves_after_training(checkpointing().get_args(), iteration)
+        is_due = announcements.saves_after_training(get_args(), iteration)
         return is_due and self.reports.last_requested != iteration
 
-    def report_staged(self) -> None:
-        """Report the saves whose copies have ended; the others follow in a later iteration."""
-        while self.staged and self.staged[0].copies.are_known():
-            save = self.staged.pop(0)
-            if not save.copies.failed:
-                say(self.checkpointer.rank, save.line())
-
-    def why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
-        """Return why training must stop after a failed save, or None if training continues.
-
-        Args:
-            last: True if training has ended.
-        """
-        if config.on_failure == "raise":
-            return failed.error
-        is_first = config.stop_on_failed_first_save and not self.reports.has_committed
-        if is_first and failed.lasts and not last:
-            return (
-                f"training stops, because no save has succeeded since this start and iteration "
-                f"{failed.iteration} has failed for a reason that persists until someone acts "
-                f"('stop_on_failed_first_save: false' lets training continue): {failed.error}"
-            )
-        allowed = config.failures_in_a_row
-        failures = self.reports.failures_in_a_row
-        if allowed is None or failures < allowed:
-            return None
-        return (
-            f"{failures} save{'s in a row have' if failures > 1 else ' has'} failed, "
-            f"and 'failures_in_a_row' is {allowed}; the last one, iteration {failed.iteration}: "
-            f"{failed.error}"
-        )
+    def announce(self, outcome: Outcome, own: Recorder | None, failures: int) -> None:
+        """Do what Megatron does at the end of a save."""
+        write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
+        save = None if outcome.kept else self.announced.pop(outcome.iteration, None)
+        if save is not None and outcome.error is None:
+            announcements.announce_committed(get_args(), save)
 
 
 class Session:
@@ -96,7 +65,7 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._open: dict[str, _OpenCheckpointer] = {}
+        self._open: dict[str, _MegatronSaves] = {}
         #: Save directories, as given, whose startup is complete. Looked up in every iteration.
         self._ready: set[str] = set()
         #: Keys that the ranks had gathered about the model, by closed save directory.
@@ -112,9 +81,7 @@ class Session:
         given, root = root, absolute(root)
         self._forget_inherited()
         if root not in self._open:
-            announcements.ask_for_memory_saves(
-                checkpointing().get_args(), self.config.memory_interval
-            )
+            announcements.ask_for_memory_saves(get_args(), self.config.memory_interval)
             checkpointer = Checkpointer(given, self.config)
             if root in self._agreed:
                 # A script may close the checkpointer before its last save.
@@ -123,7 +90,7 @@ class Session:
             checkpointer.runs.run = self._runs.setdefault(root, checkpointer.runs.run)
             startup = Startup(checkpointer, self.note_nodes)
             reports = self._reports_of(root, checkpointer.rank)
-            self._open[root] = _OpenCheckpointer(checkpointer, reports, startup)
+            self._open[root] = _MegatronSaves(checkpointer, reports, startup)
             exit_status.watch()
             if self._nodes is not None:
                 checkpointer.model_state.note_nodes(self._nodes)
@@ -161,11 +128,7 @@ class Session:
 
     def _reports_of(self, root: str, rank: int) -> SaveReports:
         if root not in self._reports:
-            self._reports[root] = SaveReports(root, rank)
-            if rank == 0:
-                # Read now, while storage answers: storage may hang when a save fails.
-                with contextlib.suppress(FlashCkptError, OSError):
-                    self._reports[root].note_durable(newest_durable(open_store(root)))
+            self._reports[root] = reports_on(root, rank)
         return self._reports[root]
 
     def resumed(self, root: str, iteration: int) -> None:
@@ -186,20 +149,11 @@ class Session:
         Args:
             until_durable: True if the caller waits for the commit now.
         """
-        if report.is_repeat:
-            return
         opened = self._open[absolute(root)]
-        if not memory_only:
-            opened.reports.note_agent_log(self.config.runtime_dir)
-            opened.reports.requested(save.iteration)
-        if report.refusal is not None:
-            opened.reports.skipped(save.iteration, report.refusal)
-        opened.unwritten = save if memory_only or report.refusal is not None else None
-        if report.copies is None:
-            return
-        opened.recorders[report.save_id] = report.recorder
-        opened.staged.append(StagedSave(report, report.copies, memory_only, until_durable))
-        if not memory_only:
+        opened.saved(save.iteration, report, memory_only=memory_only, until_durable=until_durable)
+        if not report.is_repeat:
+            opened.last = save
+        if report.copies is not None and not memory_only:
             opened.announced[save.iteration] = save
 
     def wait_copied(self) -> None:
@@ -229,61 +183,23 @@ class Session:
             if last:
                 self._write_last(opened, exits=exits)
             if blocking and announces and opened.checkpointer.pending:
-                announcements.announce_drain(checkpointing().get_args())
-            outcomes = opened.checkpointer.wait() if blocking else opened.checkpointer.saves.poll()
-            opened.report_staged()
+                announcements.announce_drain(get_args())
+            outcomes = opened.collect(blocking=blocking)
             if not outcomes:  # nearly always: the loop calls this in every iteration
                 continue
-            # In order of iterations, so that the newest is the last in the log and the artifacts.
-            for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
-                if self._report(opened, outcome):
-                    continue
-                reason = opened.why_stop(outcome, self.config, last=last)
-                if reason is not None:
-                    # A slow rank may learn of more failures; all ranks stop with one message.
-                    reasons.setdefault(root, reason)
+            reason = opened.report(outcomes, self.config, opened.announce, last=last)
+            if reason is not None:
+                reasons[root] = reason
         if reasons:
             raise SaveFailedError("; ".join(reasons.values()))
 
-    def _write_last(self, opened: _OpenCheckpointer, *, exits: bool) -> None:
-        """Save the last state to storage, if its save was skipped or went to memory only."""
-        save = opened.unwritten
-        if save is None or (not exits and opened.expects_save_of(save.iteration)):
+    def _write_last(self, opened: _MegatronSaves, *, exits: bool) -> None:
+        """Save the last state to storage, unless Megatron itself does."""
+        iteration, save = opened.unwritten, opened.last
+        if iteration is None or (not exits and opened.expects_save_of(iteration)):
             return
-        opened.unwritten = None
-        try:
-            report = opened.checkpointer.write_last()
-        except UnsupportedError as error:
-            opened.reports.requested(save.iteration)
-            opened.reports.skipped(save.iteration, str(error))
-            return
-        if report is None:
-            return
-        if not report.skipped:
-            opened.recorders[report.save_id] = report.recorder
-        opened.reports.requested(save.iteration)
-        opened.announced[save.iteration] = save
-        say(
-            opened.checkpointer.rank,
-            f"the last save, iteration {save.iteration}, is written to storage before the job ends",
-        )
-
-    def _report(self, opened: _OpenCheckpointer, outcome: Outcome) -> bool:
-        """Log one outcome; return True for a success."""
-        own = opened.recorders.pop(outcome.save_id, None)
-        failures = opened.reports.failures_in_a_row + 1 if outcome.error is not None else 0
-        write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
-        if outcome.kept:
-            opened.reports.kept(outcome)
-            return True
-        save = opened.announced.pop(outcome.iteration, None)
-        if outcome.error is not None:
-            opened.reports.failed(outcome)
-            return False
-        if save is not None:
-            announcements.announce_committed(checkpointing().get_args(), save)
-        opened.reports.committed(outcome)
-        return True
+        if opened.write_last() and save is not None:
+            opened.announced[iteration] = save
 
     def expects_save(self) -> bool:
         """Return whether Megatron saves once more, after its training loop has ended.
@@ -291,7 +207,7 @@ class Session:
         A checkpointer that was closed would need other memory for this save, while the agent and
         CUDA still hold that of the earlier ones.
         """
-        margs = checkpointing().get_args()
+        margs = get_args()
         last: int | None = getattr(margs, "train_iters", None)
         return last is not None and any(
             opened.expects_save_of(last) for opened in self._open.values()
@@ -302,10 +218,7 @@ class Session:
         for root, opened in self._open.items():
             state = opened.checkpointer.model_state
             self._agreed[root] = state.quantized_keys, state.frozen_keys
-            agent = opened.checkpointer.link.current
-            if agent is not None and agent.facts is not None:
-                opened.reports.unit = agent.facts.life
-            opened.reports.has_agent = opened.checkpointer.close(leave=leave)
+            opened.close(leave=leave)
         self._forget_open()
 
     def end(self) -> bool:

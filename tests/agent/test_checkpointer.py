@@ -17,7 +17,7 @@ from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import decode_failure
 from megatron_flashckpt.save.save_reports import SaveReports
-from megatron_flashckpt.save.session import Session, _OpenCheckpointer
+from megatron_flashckpt.save.session import Session, _MegatronSaves
 from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node
 from tests.support.rank_job import NUMEL, Job
@@ -193,7 +193,7 @@ def session_of(job: Job, config: Config) -> tuple[Session, SaveReports]:
     session, root = Session(config), job.checkpointer.root
     reports = SaveReports(root, 0)
     startup = Startup(job.checkpointer, session.note_nodes)
-    session._open[root] = _OpenCheckpointer(job.checkpointer, reports, startup)
+    session._open[root] = _MegatronSaves(job.checkpointer, reports, startup)
     session._reports[root] = reports
     return session, reports
 

@@ -30,7 +30,7 @@ from megatron_flashckpt.memory.slot import PAGE
 from megatron_flashckpt.save import session as session_module
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.save_reports import SaveReports
-from megatron_flashckpt.save.session import Session, _OpenCheckpointer
+from megatron_flashckpt.save.session import Session, _MegatronSaves
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.support.processes import slabs_of, sockets_of
@@ -151,7 +151,7 @@ def session(job: Job, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     """The session of this process with one checkpointer, set up as for the launcher."""
     made = Session(Config())
     startup = Startup(job.checkpointer, made.note_nodes)
-    made._open[str(root)] = _OpenCheckpointer(job.checkpointer, SaveReports(str(root), 0), startup)
+    made._open[str(root)] = _MegatronSaves(job.checkpointer, SaveReports(str(root), 0), startup)
     monkeypatch.setattr(session_module, "session", made)
     return made
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError, UnsupportedError
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.side_state import (
     EXTRA_STATE_NBYTES,
@@ -380,3 +381,14 @@ def test_the_estimate_covers_a_none_state_only_if_the_job_quantizes(
 
 def test_the_estimate_skips_modules_without_extra_state() -> None:
     assert extra_states_nbytes([chunk("x")], ModelGeometry((), [], [], [(0, "norm", "norm")])) == 0
+
+
+def test_common_state_of_an_own_loop_is_refused_by_name_where_args_are_needed() -> None:
+    job = JobState(chunks=[], common={side_state.OWN_STATE: {"samples": 7}})
+    encoded = side_state.encode_common(side_state.common_state(job, 3))
+    state = side_state.decode_common(encoded, "common", side_state.COMMON_STATE)
+    assert (state["iteration"], state["side"]) == (3, {"samples": 7})
+    with pytest.raises(UnsupportedError, match=r"common: megatron_flashckpt\.Checkpointer"):
+        side_state.decode_common(encoded, "common", side_state.MEGATRON_STATE)
+    with pytest.raises(CorruptCheckpointError, match="lacks checkpoint_version"):
+        side_state.decode_common(side_state.encode_common({}), "common", side_state.COMMON_STATE)

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.errors import ConfigError, UnsupportedError
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save import entry_points
@@ -154,3 +154,9 @@ def test_a_save_directory_that_cannot_be_used_is_refused_before_the_model_is_bui
     monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
     with pytest.raises(ConfigError):
         entry_points.setup_model_and_optimizer()
+
+
+def test_a_loop_without_megatrons_args_is_told_what_to_call_instead() -> None:
+    """Megatron's own error is an `AssertionError: args is not initialized.`"""
+    with pytest.raises(UnsupportedError, match=r"megatron_flashckpt\.Checkpointer"):
+        stock.get_args()

@@ -13,19 +13,19 @@ from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.save import session as session_module
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.save_reports import SaveReports
-from megatron_flashckpt.save.session import Session, _OpenCheckpointer
+from megatron_flashckpt.save.session import Session, _MegatronSaves
 from megatron_flashckpt.tracing import Recorder
 
 
 def expects_save(monkeypatch: pytest.MonkeyPatch, requested: list[int], **args: Any) -> bool:
     """Return the answer after saves to storage of the iterations in `requested`."""
     megatron = SimpleNamespace(get_args=lambda: SimpleNamespace(**args))
-    monkeypatch.setattr(session_module, "checkpointing", lambda: megatron)
+    monkeypatch.setattr(session_module, "get_args", megatron.get_args)
     reports = SaveReports("save", 0)
     for iteration in requested:
         reports.requested(iteration)
     session = Session(Config())
-    session._open["save"] = _OpenCheckpointer(None, reports, None)  # type: ignore[arg-type]
+    session._open["save"] = _MegatronSaves(None, reports, None)  # type: ignore[arg-type]
     return session.expects_save()
 
 
@@ -60,12 +60,12 @@ def test_the_last_state_of_a_job_that_exits_in_its_last_iteration_is_written(
     """
     args = SimpleNamespace(train_iters=5, save_interval=2)
     megatron = SimpleNamespace(get_args=lambda: args)
-    monkeypatch.setattr(session_module, "checkpointing", lambda: megatron)
+    monkeypatch.setattr(session_module, "get_args", megatron.get_args)
     reports, checkpointer = SaveReports("save", 0), _Checkpointer()
     for iteration in requested:
         reports.requested(iteration)
-    opened: Any = _OpenCheckpointer(checkpointer, reports, None)  # type: ignore[arg-type]
-    opened.unwritten = SimpleNamespace(iteration=5)
+    opened: Any = _MegatronSaves(checkpointer, reports, None)  # type: ignore[arg-type]
+    opened.unwritten = 5
     session = Session(Config())
     session._open["save"] = opened
     counts = []
@@ -101,7 +101,7 @@ def test_no_save_is_expected_after_the_last_one(
 
 def test_without_an_open_checkpointer_no_save_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     megatron = SimpleNamespace(get_args=lambda: SimpleNamespace(train_iters=5, save_interval=2))
-    monkeypatch.setattr(session_module, "checkpointing", lambda: megatron)
+    monkeypatch.setattr(session_module, "get_args", megatron.get_args)
     assert not Session(Config()).expects_save()
 
 
@@ -110,15 +110,13 @@ def test_a_rank_that_learns_late_of_failures_stops_with_the_message_of_the_other
     monkeypatch: pytest.MonkeyPatch, failed: list[int]
 ) -> None:
     args = SimpleNamespace(train_iters=12, save_interval=2)
-    monkeypatch.setattr(
-        session_module, "checkpointing", lambda: SimpleNamespace(get_args=lambda: args)
-    )
+    monkeypatch.setattr(session_module, "get_args", lambda: args)
     checkpointer: Any = _Checkpointer()
     outcomes = [Outcome(number, f"s{number}", "disk full", 0.1, lasts=True) for number in failed]
     traces = SimpleNamespace(end=lambda save_id: None)
     checkpointer.saves = SimpleNamespace(poll=lambda: outcomes, traces=traces)
     session = Session(Config())
-    session._open["save"] = _OpenCheckpointer(checkpointer, SaveReports("save", 0), None)  # type: ignore[arg-type]
+    session._open["save"] = _MegatronSaves(checkpointer, SaveReports("save", 0), None)  # type: ignore[arg-type]
     with pytest.raises(SaveFailedError) as caught:
         session.finalize(blocking=False)
     assert str(caught.value).startswith("training stops")

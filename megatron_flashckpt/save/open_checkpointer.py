@@ -1,0 +1,167 @@
+"""A checkpointer in use: its start, the saves that are under way, and the reports on them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.catalog.listing import newest_durable
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
+from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.request import SaveReport
+from megatron_flashckpt.save.save_reports import SaveReports, say
+from megatron_flashckpt.save.staged_save import StagedSave
+from megatron_flashckpt.save.startup import Startup
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.tracing import Recorder
+
+
+def reports_on(root: str, rank: int) -> SaveReports:
+    """Return the reports on saves to `root`, which know the newest durable checkpoint there."""
+    reports = SaveReports(root, rank)
+    if rank == 0:
+        # Read now, while storage answers: storage may hang when a save fails.
+        with contextlib.suppress(FlashCkptError, OSError):
+            reports.note_durable(newest_durable(open_store(root)))
+    return reports
+
+
+@dataclasses.dataclass
+class OpenCheckpointer:
+    """The saves of one rank to one directory, from the start to the last report."""
+
+    checkpointer: Checkpointer
+    reports: SaveReports
+    startup: Startup
+    staged: list[StagedSave] = dataclasses.field(default_factory=list)
+    """Saves whose figures are not reported yet, in order."""
+    recorders: dict[str, Recorder] = dataclasses.field(default_factory=dict)
+    """Timings of saves whose outcomes are not reported yet, by save id."""
+    unwritten: int | None = None
+    """Iteration of the last save if it was skipped or is for memory only; else None."""
+
+    def saved(
+        self, iteration: int, report: SaveReport, *, memory_only: bool, until_durable: bool = False
+    ) -> None:
+        """Keep a save for its later reports, or report why it was skipped.
+
+        Args:
+            until_durable: True if the caller waits for the commit now.
+        """
+        if report.is_repeat:
+            return
+        if not memory_only:
+            self.reports.note_agent_log(self.checkpointer.config.runtime_dir)
+            self.reports.requested(iteration)
+        if report.refusal is not None:
+            self.reports.skipped(iteration, report.refusal)
+        self.unwritten = iteration if memory_only or report.refusal is not None else None
+        if report.copies is not None:
+            self.recorders[report.save_id] = report.recorder
+            self.staged.append(StagedSave(report, report.copies, memory_only, until_durable))
+
+    def write_last(self) -> bool:
+        """Save the last state to storage, if its save was skipped or went to memory only.
+
+        Returns:
+            True if the save has begun.
+        """
+        iteration, self.unwritten = self.unwritten, None
+        if iteration is None:
+            return False
+        try:
+            report = self.checkpointer.write_last()
+        except UnsupportedError as error:
+            self.reports.requested(iteration)
+            self.reports.skipped(iteration, str(error))
+            return False
+        if report is None:
+            return False
+        if not report.skipped:
+            self.recorders[report.save_id] = report.recorder
+        self.reports.requested(iteration)
+        say(
+            self.checkpointer.rank,
+            f"the last save, iteration {iteration}, is written to storage before the job ends",
+        )
+        return True
+
+    def collect(self, *, blocking: bool) -> list[Outcome]:
+        """Return the outcomes since the last call, in order of iterations.
+
+        Args:
+            blocking: wait for all pending saves.
+        """
+        checkpointer = self.checkpointer
+        outcomes = checkpointer.wait() if blocking else checkpointer.saves.poll()
+        self._report_staged()
+        # So that the newest is the last in the log and the artifacts.
+        return sorted(outcomes, key=lambda outcome: outcome.iteration) if outcomes else outcomes
+
+    def _report_staged(self) -> None:
+        """Report the saves whose copies have ended; the others follow in a later iteration."""
+        while self.staged and self.staged[0].copies.are_known():
+            save = self.staged.pop(0)
+            if not save.copies.failed:
+                say(self.checkpointer.rank, save.line())
+
+    def report(
+        self,
+        outcomes: list[Outcome],
+        config: Config,
+        announce: Callable[[Outcome, Recorder | None, int], None] = lambda *_: None,
+        *,
+        last: bool,
+    ) -> str | None:
+        """Log outcomes; return why training must stop, or None if it continues.
+
+        Args:
+            announce: called before each report, with this rank's timings of the save if they are
+                known, and the number of saves that have failed in a row.
+            last: True if training has ended.
+        """
+        reason = None
+        for outcome in outcomes:
+            reports, own = self.reports, self.recorders.pop(outcome.save_id, None)
+            failures = 0 if outcome.error is None else reports.failures_in_a_row + 1
+            announce(outcome, own, failures)
+            if outcome.kept:
+                reports.kept(outcome)
+            elif outcome.error is None:
+                reports.committed(outcome)
+            else:
+                reports.failed(outcome)
+                # A slow rank may learn of more failures; all ranks stop with one message.
+                reason = reason or self._why_stop(outcome, config, last=last)
+        return reason
+
+    def _why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
+        """Return why training must stop after a failed save, or None if training continues."""
+        if config.on_failure == "raise":
+            return failed.error
+        is_first = config.stop_on_failed_first_save and not self.reports.has_committed
+        if is_first and failed.lasts and not last:
+            return (
+                f"training stops, because no save has succeeded since this start and iteration "
+                f"{failed.iteration} has failed for a reason that persists until someone acts "
+                f"('stop_on_failed_first_save: false' lets training continue): {failed.error}"
+            )
+        allowed = config.failures_in_a_row
+        failures = self.reports.failures_in_a_row
+        if allowed is None or failures < allowed:
+            return None
+        return (
+            f"{failures} save{'s in a row have' if failures > 1 else ' has'} failed, "
+            f"and 'failures_in_a_row' is {allowed}; the last one, iteration {failed.iteration}: "
+            f"{failed.error}"
+        )
+
+    def close(self, *, leave: bool) -> None:
+        """Close the checkpointer; with `leave`, free the host memory (no restart is expected)."""
+        agent = self.checkpointer.link.current
+        if agent is not None and agent.facts is not None:
+            self.reports.unit = agent.facts.life
+        self.reports.has_agent = self.checkpointer.close(leave=leave)

@@ -1,0 +1,107 @@
+"""`megatron_flashckpt.Checkpointer` in training loops without `megatron.training`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked.job import free_port
+from tests.support.forked.nursery import COMMON, CPU_MEGATRON, REPO
+
+BLOCKED = REPO / "tests/support/jobs/without_training.py"
+EXAMPLE = REPO / "examples/own_loop.py"
+
+
+def run(script: Path, where: Path, ranks: int, *arguments: object, **more: str) -> tuple[str, int]:
+    """Run `script` to its end on `ranks` ranks; return what rank 0 prints, and its status."""
+    processes = []
+    shared = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
+        **COMMON,
+        "PYTHONPATH": os.pathsep.join([str(CPU_MEGATRON), str(REPO)]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "FLASHCKPT_RUNTIME_DIR": str(where / "run"),
+        "FLASHCKPT_AGENT__GRACE_S": "120",  # a slow machine takes long to start ranks again
+        "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",
+        **more,
+    }
+    for rank in range(ranks):
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(BLOCKED), str(script), *map(str, arguments)],
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        output = processes[0].communicate(timeout=240)[0]
+        if processes[0].returncode == 0:
+            for process in processes:
+                process.wait(timeout=240)
+    finally:  # as torchrun does when a rank has failed
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return output, processes[0].returncode
+
+
+def losses(output: str) -> list[str]:
+    """Return the lines of the example with the exact loss of every iteration."""
+    return re.findall(r"^iteration \d+ loss \S+ tokens \d+$", output, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The losses of a run on two ranks that nobody kills."""
+    where = tmp_path_factory.mktemp("whole")
+    output, status = run(EXAMPLE, where, 2, where / "save")
+    assert status == 0, output
+    assert len(losses(output)) == 12, output
+    return losses(output)
+
+
+def test_the_example_is_killed_twice_and_resumes_bit_for_bit(
+    whole: list[str], tmp_path: Path
+) -> None:
+    """It is killed in the save of iteration 12, and resumes from memory, then on one rank."""
+    save = tmp_path / "save"
+    killed, status = run(EXAMPLE, tmp_path, 2, save, FLASHCKPT_FAULT="rank0:save.staging:3")
+    assert status == -9, killed
+    assert losses(killed) == whole[:11]
+    killed, status = run(EXAMPLE, tmp_path, 2, save, FLASHCKPT_FAULT="rank0:save.staging:1")
+    assert status == -9, killed
+    assert "iteration 8 was restored from memory" in killed
+    assert losses(killed) == whole[8:11]
+    resumed, status = run(EXAMPLE, tmp_path, 1, save)
+    assert status == 0, resumed
+    assert "iteration 8 was restored from storage" in resumed
+    assert losses(resumed) == whole[8:]
+
+
+def test_several_checkpointers_of_one_process_keep_their_saves_apart(tmp_path: Path) -> None:
+    script = REPO / "tests/support/jobs/several_checkpointers.py"
+    output, status = run(script, tmp_path, 1, tmp_path)
+    assert status == 0, output
+    found = dict(re.findall(r"^found ([^:]+): (.*)$", output, re.MULTILINE))
+    first, second = "{'name': 'first', 'step': 2}", "{'name': 'second', 'step': 2}"
+    assert found == {
+        "a fresh start": "[None, None]",
+        "durable": "[[(1, None), (2, None)], [(2, None)]]",
+        "in storage at once": "['iter_0000001', 'iter_0000002', 'iter_0000003']",
+        # The last save was for memory only, so the end of the job writes it.
+        "after close": "['iter_0000001', 'iter_0000002', 'iter_0000003', 'iter_0000004']",
+        "newest": f"(2, {second}, [1.75])",
+        "a named step": f"(2, {first}, [0.75])",
+        "weights": "(0, {}, [1.75])",
+        "a missing step": "NotCommittedError",
+    }
