@@ -207,9 +207,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retention: Retention = Retention()
 
     history: CountOrZero = 1000
-    """Last saves, and last starts of the job, that stay in `flashckpt/history.jsonl` in the save
-    directory for `flashckpt report`, one line each. A start of the job removes older ones. 0: the
-    file is not written."""
+    """Last saves, and last starts of the job, that stay in `flashckpt/history` in the save
+    directory for `flashckpt report`, one small file each. A start of the job removes older ones.
+    0: none is written."""
 
     trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()

@@ -52,6 +52,7 @@ MAY_DELETE = {
     "agent.janitor": "all that no run needs",
     "agent.alive": "the sign of life of its own run",
     "agent.durable_commands": "the mark of a save whose command has ended",
+    "catalog.history": "the oldest events, which no load reads",
     "convert.writers.flashckpt": "the run that it has opened in vain",
     "save.probe": "its own file, under a random name",
 }

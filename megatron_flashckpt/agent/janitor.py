@@ -243,14 +243,16 @@ class Janitor:
         """
 
         def is_overtaken(name: str) -> bool:
-            number = file_names.parse_run_file(name) or file_names.run_number(name)
+            of = file_names.parse_event_name(name) or name
+            run = file_names.run_of(of) or of
+            number = file_names.parse_run_file(name) or file_names.run_number(run)
             return 0 < number < walk.number
 
         walk.look()
         alive = [entry.name for entry in walk.store.list(file_names.ALIVE, sizes=False)]
         walk.store.delete(map(file_names.alive_file, filter(is_overtaken, alive)))
         walk.store.discard_unfinished(file_names.OWN, lambda name: True)
-        for directory in (file_names.ALIVE, file_names.RUNS):
+        for directory in (file_names.ALIVE, file_names.RUNS, file_names.HISTORY):
             walk.store.discard_unfinished(directory, is_overtaken)
 
     def removable(self, save: CommittedSave) -> list[tuple[Save, SaveFiles]]:

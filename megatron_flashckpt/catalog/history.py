@@ -1,31 +1,38 @@
-"""History of a job: its last saves and its starts, one line each in `flashckpt/history.jsonl`.
+"""History of a job: its last saves and its starts, one object each in `flashckpt/history`.
 
 Manifests hold the timings of committed saves. The history also records saves that failed, or that
-retention has removed since, and from where each run has resumed. The agent of rank 0 appends saves,
-rank 0 itself appends starts, and `flashckpt report` reads them. Each line is one append, so no
-process overwrites the line of another one. An append begins with its line break, so what a full
-disk or a crash has left of a line costs no other line. No load and no commit depends on the file,
-so its errors are only logged.
+retention has removed since, and from where each run has resumed. The agent of rank 0 enters saves,
+rank 0 itself enters starts, and `flashckpt report` reads them. Each event is created once under a
+name of its own, so no process can lose or tear what another one has entered. No load and no commit
+depends on the history, so its errors are only logged.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from megatron_flashckpt.errors import UNDECODABLE, FlashCkptError
-from megatron_flashckpt.file_format.file_names import HISTORY
+from megatron_flashckpt.file_format.file_names import (
+    HISTORY,
+    event_name,
+    parse_event_name,
+    parse_save,
+)
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import SaveCost
 from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-#: Bytes to read of the file, at most; only long histories have more.
-_MAX_NBYTES = 2**24
+#: Events to read at most.
+_MOST = 10_000
+#: Bytes to read of one event, at most, and events to read at a time.
+_MAX_NBYTES, _AT_A_TIME = 2**20, 16
 
 
 class PastSave(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="save"):
@@ -76,25 +83,24 @@ _EVENT = msgspec.json.Decoder(PastSave | PastStart)
 
 
 def append(store: Store, event: PastSave | PastStart) -> None:
-    """Add a line to the history. Logs errors: a failed note must not fail a checkpoint."""
+    """Add an event to the history. Logs errors: a failed note must not fail a checkpoint."""
+    match event:
+        case PastSave():
+            name = event_name(event.ended_at, event.save_id)
+        case PastStart():
+            name = event_name(event.started_at, event.run)
     with _errors_logged(store):
-        store.append(HISTORY, b"\n" + msgspec.json.encode(event))
+        store.create(name, msgspec.json.encode(event))
 
 
 def shorten(store: Store, keep: int) -> None:
-    """Keep the last `keep` saves and the last `keep` starts. Logs errors.
-
-    Called at a start of the job, when few processes append. A line that another one appends while
-    the file is replaced is lost.
-    """
+    """Keep the last `keep` saves and the last `keep` starts; called at a start. Logs errors."""
     with _errors_logged(store):
-        past = _read(store)
+        names = _names(store)
         # Many starts in a row, of a job that crashes at once, must not push out the saves.
-        starts = [n for n, each in enumerate(past) if isinstance(each, PastStart)]
-        saves = [n for n, each in enumerate(past) if isinstance(each, PastSave)]
-        kept = sorted([*starts[-keep:], *saves[-keep:]])
-        if len(kept) < len(past):
-            store.put(HISTORY, b"\n".join(msgspec.json.encode(past[n]) for n in kept))
+        saves = [name for name, of in names.items() if parse_save(of)]
+        starts = [name for name in names if name not in set(saves)]
+        store.delete(f"{HISTORY}/{name}" for name in (*saves[:-keep], *starts[:-keep]))
 
 
 @contextlib.contextmanager
@@ -105,37 +111,46 @@ def _errors_logged(store: Store) -> Iterator[None]:
         logger.warning("%s/%s was not updated: %s", store.place, HISTORY, error)
 
 
+def find(store: Store, save_id: str) -> PastSave | None:
+    """Return a save in the history; None if it is not there; see `events`."""
+    found = _read(store, lambda of: of == save_id)
+    return next((past for past in reversed(found) if isinstance(past, PastSave)), None)
+
+
 def read(store: Store) -> list[PastSave]:
     """Return the saves in the history, oldest first; see `events`."""
     return [past for past in events(store) if isinstance(past, PastSave)]
 
 
 def events(store: Store) -> list[PastSave | PastStart]:
-    """Return saves and starts, oldest first; lines that cannot be decoded are skipped.
+    """Return the last `_MOST` saves and starts, oldest first, without those of unknown form.
 
-    A link, a directory or an unreadable file in its place counts as no history, with a warning.
+    If storage reports an error, there is no history, with a warning.
     """
+    return _read(store, lambda of: True)
+
+
+def _read(store: Store, is_wanted: Callable[[str], bool]) -> list[PastSave | PastStart]:
     try:
-        return _read(store)
+        names = [name for name, of in _names(store).items() if is_wanted(of)]
+        with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
+            read = list(pool.map(lambda name: _event(store, name), names[-_MOST:]))
     except (FlashCkptError, OSError) as error:
         logger.warning("the history of saves cannot be read: %s", error)
         return []
+    return [event for event in read if event is not None]
 
 
-def _read(store: Store) -> list[PastSave | PastStart]:
-    """Return the events in the last `_MAX_NBYTES` of the file; none if it is missing."""
-    entry = store.stat(HISTORY)
-    if entry is None:
-        return []
-    start = max(0, entry.nbytes - _MAX_NBYTES)
+def _names(store: Store) -> dict[str, str]:
+    """Return the names of events, oldest first, each with its save or run."""
+    files = [entry.name for entry in store.list(HISTORY, sizes=False) if entry.kind == "file"]
+    named = {name: parse_event_name(name) for name in files}
+    return {name: of for name, of in named.items() if of is not None}
+
+
+def _event(store: Store, name: str) -> PastSave | PastStart | None:
     try:
-        lines = store.get(HISTORY, start, _MAX_NBYTES).splitlines()
-    except FileNotFoundError:
-        return []
-    decoded: list[PastSave | PastStart] = []
-    for line in lines[1:] if start else lines:  # the first one may be cut
-        try:
-            decoded.append(_EVENT.decode(line))
-        except UNDECODABLE:
-            continue
-    return decoded
+        event: PastSave | PastStart = _EVENT.decode(store.get(f"{HISTORY}/{name}", 0, _MAX_NBYTES))
+        return event
+    except (FileNotFoundError, *UNDECODABLE):  # a start has deleted it, or it is damaged
+        return None

@@ -17,8 +17,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 OWN = "flashckpt"
 #: What this package last wrote into the tracker; see `catalog.lineage.Tracked`.
 TRACKED = f"{OWN}/tracker.json"
-#: Results of the last saves and the starts of the job, for people; no load reads this file.
-HISTORY = f"{OWN}/history.jsonl"
+#: Results of the last saves and the starts of the job, for people; no load reads them.
+HISTORY = f"{OWN}/history"
 RUNS = f"{OWN}/runs"
 ALIVE = f"{OWN}/alive"
 #: The table of contents of format 1.
@@ -39,6 +39,7 @@ _OF_A_SAVE = re.compile(
 _SHARD = re.compile(rf"{_SAVE}\.rank_\d{{5,}}\.safetensors", re.ASCII)
 _RECORD = re.compile(rf"({_SAVE})\.ranks_(\d{{5,}})-(\d{{5,}})\.record", re.ASCII)
 _RUN_FILE = re.compile(r"(\d{6,18})\.json", re.ASCII)
+_EVENT = re.compile(rf"\d{{13,18}}\.({_SAVE}|\d{{6,18}}-[0-9a-f]{{4}})", re.ASCII)
 #: More ranks than one node can have. A name that claims more is not a commit record's.
 _MAX_RANKS_OF_RECORD = 2**16
 
@@ -104,6 +105,22 @@ def parse_run_file(name: str) -> int | None:
 def alive_file(run: str) -> str:
     """Return the name of the object that the agent of a run's rank 0 renews."""
     return f"{ALIVE}/{run}"
+
+
+def event_name(at: float, of: str) -> str:
+    """Return the name of an event of the history; names sort by time.
+
+    Args:
+        at: seconds since 1970.
+        of: the name of the save that ended, or of the run that started.
+    """
+    return f"{HISTORY}/{round(at * 1000):013d}.{of}"
+
+
+def parse_event_name(name: str) -> str | None:
+    """Return the save or run in the last part of a name of `event_name`; None for others."""
+    match = _EVENT.fullmatch(name)
+    return match and match[1]
 
 
 # ---------------------------------------------------------------------- iteration directories

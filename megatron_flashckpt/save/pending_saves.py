@@ -360,9 +360,9 @@ class PendingSaves:
             return msgspec.structs.replace(outcome, error=reason)
         except FileNotFoundError:
             # A checkpoint that was removed since stands in the history.
-            for past in history.read(store):
-                if past.save_id == save_id:
-                    return msgspec.structs.replace(outcome, error=past.error)
+            past = history.find(store, save_id)
+            if past is not None:
+                return msgspec.structs.replace(outcome, error=past.error)
             check_run_is_known(store, save_id)
             return None
         except FlashCkptError as error:

@@ -90,11 +90,6 @@ class MemoryStore:
         with self.lock:
             self.objects[name] = bytes(data)
 
-    def append(self, name: str, data: bytes) -> None:
-        check_name(name, self._place)
-        with self.lock:
-            self.objects[name] = self.objects.get(name, b"") + data
-
     def create(self, name: str, data: bytes) -> None:
         check_name(name, self._place)
         with self.lock:

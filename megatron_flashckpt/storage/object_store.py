@@ -149,12 +149,6 @@ class ObjectStore:
             self._client.put(name, data, use_multipart=False)
         hit("object.put")
 
-    def append(self, name: str, data: bytes) -> None:
-        self._check(name)
-        raise StorageError(
-            errno.EOPNOTSUPP, f"{self._url}/{name}: a bucket cannot append; only directories can"
-        )
-
     def create(self, name: str, data: bytes) -> None:
         from obstore import exceptions
 

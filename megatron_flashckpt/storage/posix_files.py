@@ -78,22 +78,6 @@ def replace_file(path: Path, data: bytes) -> None:
     hit("put.renamed")
 
 
-def append_to(path: Path, data: bytes) -> None:
-    """Add `data` durably at the end of the file at `path`, which is made if it is missing.
-
-    Raises:
-        OSError: for example because `path` is no file, or the disk is full after a part of `data`.
-    """
-    fd = open_nofollow(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    try:
-        # One write: the kernel puts it behind those of other processes, in one piece.
-        if os.write(fd, data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def link_file(path: Path, data: bytes) -> None:
     """Give `path`, which must not exist, a file that holds `data`, which is durable.
 

@@ -16,7 +16,6 @@ from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix_files import (
-    append_to,
     is_in,
     link_file,
     open_nofollow,
@@ -124,13 +123,6 @@ class PosixStore:
     def put(self, name: str, data: bytes) -> None:
         def write(path: Path) -> None:
             replace_file(path, data)
-            sync_directory(path.parent)
-
-        self._in_its_directory(name, write)
-
-    def append(self, name: str, data: bytes) -> None:
-        def write(path: Path) -> None:
-            append_to(path, data)
             sync_directory(path.parent)
 
         self._in_its_directory(name, write)

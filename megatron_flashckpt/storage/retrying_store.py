@@ -126,10 +126,6 @@ class RetryingStore:
     def put(self, name: str, data: bytes) -> None:
         self.with_retries(lambda: self._store.put(name, data))
 
-    def append(self, name: str, data: bytes) -> None:
-        # Not retried: an attempt whose answer was lost would add the bytes twice.
-        self._store.append(name, data)
-
     def create(self, name: str, data: bytes) -> None:
         """See `Store.create`. An attempt that failed may have made the object: equal bytes count.
 

@@ -94,18 +94,7 @@ class Store(Protocol):
     def put(self, name: str, data: bytes) -> None:
         """Replace the contents of `name` with `data` atomically; both are durable afterwards.
 
-        Only for the few small names that are meant to change: tracker, `tracker.json`, `alive`,
-        and the history, which a start of the job shortens.
-        """
-
-    def append(self, name: str, data: bytes) -> None:
-        """Add `data` at the end of `name`, which is made if it is missing; durable afterwards.
-
-        Processes of one node may append at once: each part stands in one piece. After a failure a
-        part of `data` may have been added, or all of it, so a call must not be repeated blindly.
-
-        Raises:
-            StorageError: EOPNOTSUPP in a bucket, which has no such request.
+        Only for the few small names that are meant to change: tracker, `tracker.json`, `alive`.
         """
 
     def create(self, name: str, data: bytes) -> None:

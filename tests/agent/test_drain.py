@@ -54,7 +54,7 @@ def test_a_wait_without_a_pending_save_ends_by_a_read_of_storage(
     if left != "manifest":
         remove_tree(root / file_names.iteration_dir(1))
     if left == "nothing":
-        (root / file_names.HISTORY).unlink()
+        remove_tree(root / file_names.HISTORY)
     (outcome,) = job.checkpointer.wait(10 * PATIENCE_S)
     assert not job.checkpointer.pending
     if left == "nothing":

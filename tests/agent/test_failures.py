@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.catalog import history
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.stored import assert_intact, files_of_ours, read_rank, stored
 from tests.support.trainer import (
@@ -56,8 +58,8 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
         node.trainer(root, 1, 2, key="head.weight", numel=100),
     ]
     assert save_all(trainers, 1) == [None, None]
-    # Trainers hear of a save before its line is written.
-    eventually("the history of the first save", (root / file_names.HISTORY).exists)
+    # Trainers hear of a save before it is in the history.
+    eventually("the history of the first save", lambda: history.read(PosixStore(root)))
     ballast = small_disk / "ballast"
     free = _free_nbytes(small_disk)
     ballast.write_bytes(bytes(free - 100_000))
@@ -68,10 +70,10 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
         assert "No space left" in error
         assert "free space there or save elsewhere" in error
     # A rank may still be writing when the save fails; its file is removed after that write.
-    page = 4096  # for the end of the failed save
+    pages = 2 * 4096  # for the end of the failed save, and for its event in the history
     eventually(
         "the removal of the failed attempt",
-        lambda: files_of_ours(root) == before and _free_nbytes(small_disk) >= free - page,
+        lambda: files_of_ours(root) == before and _free_nbytes(small_disk) >= free - pages,
     )
     assert_intact(root, 1, trainers)
     ballast.unlink()

@@ -68,7 +68,8 @@ def test_a_history_may_be_turned_off_or_be_unwritable(node: Node, root: Path) ->
     assert node.trainer(root, config=quiet).save(1).error is None
     assert not (root / HISTORY).exists()
     other = root.with_name("other")
-    (other / HISTORY).mkdir(parents=True)
+    (other / HISTORY).parent.mkdir(parents=True)
+    (other / HISTORY).touch()
     assert node.trainer(other).save(1).error is None
 
 
@@ -78,9 +79,10 @@ def test_a_history_or_traces_that_hang_delay_no_result(
     go_on = threading.Event()
 
     class Hanging(PosixStore):
-        def append(self, name: str, data: bytes) -> None:
-            go_on.wait()
-            super().append(name, data)
+        def create(self, name: str, data: bytes) -> None:
+            if name.startswith(HISTORY):
+                go_on.wait()
+            super().create(name, data)
 
     class HangingTraces(type(Path())):  # type: ignore[misc]
         def mkdir(self, *args: Any, **more: Any) -> None:

@@ -40,6 +40,7 @@ from megatron_flashckpt.file_format.file_names import (
     alive_file,
     common_name,
     end_name,
+    event_name,
     iteration_dir,
     record_name,
     run_file,
@@ -607,13 +608,17 @@ def test_a_start_removes_what_killed_writers_left_of_our_own_files(
     clock: Clock, tmp_path: Path
 ) -> None:
     store = PosixStore(tmp_path)
-    for name in (TRACKED, *map(alive_file, map(run, (1, 2))), *map(run_file, (1, 2))):
+    events = [
+        event_name(1.0, of) for number in (1, 2) for of in (run(number), save_name(run(number), 1))
+    ]
+    for name in (TRACKED, *map(alive_file, map(run, (1, 2))), *map(run_file, (1, 2)), *events):
         store.put(name, b"{}")
         whole = tmp_path / name
         whole.with_name(temporary_name(whole.name)).write_bytes(b"{")
     Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
     left = {parse_temporary_name(path.name) for path in tmp_path.rglob(".*")}
-    assert left == {run(2), "000002.json"}, "the run of this start may write them"
+    of_this = {event.rpartition("/")[2] for event in events[2:]}
+    assert left == {run(2), "000002.json", *of_this}, "the run of this start may write them"
     assert store.stat(TRACKED) is not None
 
 

@@ -13,7 +13,8 @@ import pytest
 
 import megatron_flashckpt
 from megatron_flashckpt.agent.place import Place
-from megatron_flashckpt.file_format.file_names import HISTORY
+from megatron_flashckpt.catalog import history
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_places import NOBODY, as_root
 from tests.support.trainer import FakeTrainer, eventually
@@ -117,7 +118,7 @@ def test_files_get_the_modes_that_the_umask_leaves_and_the_group_of_their_direct
         assert trainer.save(1).error is None
     finally:
         os.umask(former)
-    eventually("the history", (root / HISTORY).exists)
+    eventually("the history", lambda: history.read(PosixStore(root)))
     eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
     for path in [root, *root.rglob("*")]:
         status = path.lstat()

@@ -16,10 +16,11 @@ from megatron_flashckpt.agent.log import path_in
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.node import Node as AgentNode
 from megatron_flashckpt.agent.settings import by_name, differences, settings_of
+from megatron_flashckpt.catalog import history
 from megatron_flashckpt.config import AgentConfig, Config, Trace
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.save import peer_setup
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.trainer import FakeTrainer, blocked_shard, eventually, new_save_id
 
@@ -108,7 +109,7 @@ def test_the_settings_of_the_newest_run_apply_and_both_logs_name_them(
         eventually("the notice of a slow save", lambda: ranks[0].client.poll().notices)
     save(ranks, 2, new_save_id(), staged=save_id)
 
-    eventually("the history", (root / HISTORY).exists)
+    eventually("the history", lambda: history.read(PosixStore(root)))
     assert "committed iteration 2" in path_in(str(root), platform.node()).read_text()
     newest = file_names.iteration_dir(2)
     traces = root / "traces"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -14,12 +12,13 @@ import pytest
 from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.history import PastSave, PastStart
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.file_format.file_names import HISTORY, save_name
+from megatron_flashckpt.file_format.file_names import HISTORY, event_name, save_name
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost, combine
 from megatron_flashckpt.storage.memory_store import MemoryStore
+from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.support.trainer import PATIENCE_S
+from tests.support.object_server import BUCKET, reachable_s3_server
 
 RUN = "000002-abcd"
 
@@ -28,7 +27,7 @@ def past(iteration: int) -> PastSave:
     return PastSave(
         iteration=iteration,
         save_id=save_name(RUN, iteration),
-        ended_at=1.0,
+        ended_at=float(iteration),
         seconds=2.0,
         world_size=4,
     )
@@ -42,7 +41,7 @@ def test_saves_and_starts_stand_in_the_order_in_which_they_happened() -> None:
         save_id=save_name("000001-abcd", 1),
         iteration=10,
         source="memory",
-        opened_at=5.0,
+        opened_at=15.0,
         host="node-3",
         world_size=8,
     )
@@ -51,7 +50,7 @@ def test_saves_and_starts_stand_in_the_order_in_which_they_happened() -> None:
         history.append(store, event)
     assert history.events(store) == [past(10), start, past(20)]
     assert [save.iteration for save in history.read(store)] == [10, 20]
-    assert (start.save_id, start.source, start.started_at) == (run.save_id, "memory", 5.0)
+    assert (start.save_id, start.source, start.started_at) == (run.save_id, "memory", 15.0)
 
 
 def test_a_start_keeps_the_newest_saves_however_often_the_job_starts() -> None:
@@ -59,96 +58,82 @@ def test_a_start_keeps_the_newest_saves_however_often_the_job_starts() -> None:
     for number in range(5):
         history.append(store, past(number))
     for number in range(9):
-        history.append(store, PastStart(run=RUN, started_at=float(number)))
+        history.append(store, PastStart(run=RUN, started_at=10.0 + number))
     history.shorten(store, 3)
     assert [save.iteration for save in history.read(store)] == [2, 3, 4]
-    assert [event.started_at for event in history.events(store)[3:]] == [6.0, 7.0, 8.0]
+    assert [event.started_at for event in history.events(store)[3:]] == [16.0, 17.0, 18.0]
 
 
 def test_a_history_that_is_too_long_to_read_keeps_the_last_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(history, "_MAX_NBYTES", 1000)
+    monkeypatch.setattr(history, "_MOST", 5)
     store = MemoryStore()
     for iteration in range(1, 31):
         history.append(store, past(iteration))
         assert history.read(store)[-1].iteration == iteration
-    iterations = [save.iteration for save in history.read(store)]
-    assert iterations == list(range(31 - len(iterations), 31))
+    assert [save.iteration for save in history.read(store)] == [26, 27, 28, 29, 30]
 
 
-_APPENDS = """
-import sys
-from pathlib import Path
-from megatron_flashckpt.catalog.history import PastStart, append
-from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.support.trainer import PATIENCE_S
-sys.stdin.read()
-for number in range(100):
-    append(PosixStore(Path(sys.argv[1])), PastStart(run=sys.argv[2], started_at=number))
-"""
-
-
-def test_lines_of_two_processes_that_append_at_once_all_stand(tmp_path: Path) -> None:
-    """The agent of an earlier run and rank 0 of the next one both write."""
-    names = ["000001-aaaa", "000002-bbbb"]
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _APPENDS, str(tmp_path), name], stdin=subprocess.PIPE
-        )
-        for name in names
-    ]
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.close()  # both begin
-    assert [writer.wait(PATIENCE_S) for writer in writers] == [0, 0]
-    events = history.events(PosixStore(tmp_path))
-    starts = [event for event in events if isinstance(event, PastStart)]
-    for name in names:
-        assert [start.started_at for start in starts if start.run == name] == list(range(100))
-
-
-def test_lines_that_cannot_be_decoded_are_skipped() -> None:
+def test_events_that_cannot_be_decoded_are_skipped() -> None:
     store = MemoryStore()
-    store.put(HISTORY, b"\xff\xfe\n{\n" + msgspec.json.encode(past(9)) + b"\n[]\n")
-    assert history.read(store) == [past(9)]
+    history.append(store, past(9))
+    for sequence, data in enumerate((b"", b"\xff\xfe", b"[]", b"{"), 20):
+        store.put(event_name(1.0, save_name(RUN, sequence)), data)
+    store.put(f"{HISTORY}/notes.txt", b"{}")
+    assert history.events(store) == [past(9)]
+    history.shorten(store, 1)
+    assert set(store.objects) == {f"{HISTORY}/notes.txt", event_name(9.0, save_name(RUN, 9))}
 
 
-def test_a_torn_line_costs_no_other_line() -> None:
-    """The disk was full, or the machine lost power, after a part of the line."""
-    store = MemoryStore()
-    history.append(store, past(1))
-    history.append(store, past(2))
-    store.append(HISTORY, (b"\n" + msgspec.json.encode(past(3)))[:20])
-    history.append(store, past(4))
-    assert history.read(store) == [past(1), past(2), past(4)]
-    history.shorten(store, 2)
-    history.append(store, past(5))
-    assert history.read(store) == [past(2), past(4), past(5)]
+def test_a_save_is_found_by_its_name_alone() -> None:
+    class Counting(MemoryStore):
+        gets = 0
+
+        def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+            self.gets += 1
+            return super().get(name, offset, nbytes)
+
+    store = Counting()
+    for iteration in range(1, 9):
+        history.append(store, past(iteration))
+    assert history.find(store, past(5).save_id) == past(5)
+    assert history.find(store, save_name(RUN, 99)) is None
+    assert store.gets == 1
 
 
-@pytest.mark.parametrize("what", ["link", "link to nothing", "directory", "pipe"])
+def test_a_bucket_has_a_history_that_a_start_shortens(tmp_path: Path) -> None:
+    with reachable_s3_server(tmp_path / "server"):
+        store = open_store(f"s3://{BUCKET}/job")
+        assert history.events(store) == []
+        start = PastStart(run=RUN, started_at=0.5)
+        for event in (start, *map(past, range(1, 6))):
+            history.append(store, event)
+        assert history.events(store) == [start, *map(past, range(1, 6))]
+        history.shorten(store, 2)
+        assert history.events(store) == [start, past(4), past(5)]
+
+
+@pytest.mark.parametrize("what", ["file", "link to nothing", "pipe"])
 def test_what_stands_in_its_place_is_no_history_and_stays(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / HISTORY
     path.parent.mkdir()
     match what:
-        case "link":
-            (tmp_path / "elsewhere").write_bytes(msgspec.json.encode(past(9)))
-            path.symlink_to(tmp_path / "elsewhere")
+        case "file":
+            path.write_bytes(msgspec.json.encode(past(9)))
         case "link to nothing":
             path.symlink_to(tmp_path / "nothing")
-        case "directory":
-            path.mkdir()
         case "pipe":
             os.mkfifo(path)
     store = PosixStore(tmp_path)
     assert history.read(store) == []
+    before = path.lstat()
     history.append(store, past(1))
     history.shorten(store, 1)
     assert f"{HISTORY} was not updated" in caplog.text
-    assert not path.is_file() or path.is_symlink()
+    assert path.lstat().st_ino == before.st_ino
 
 
 def test_an_error_of_storage_loses_no_history(caplog: pytest.LogCaptureFixture) -> None:

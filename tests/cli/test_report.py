@@ -13,7 +13,7 @@ import pytest
 
 from megatron_flashckpt.catalog.history import PastSave, PastStart, append
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.file_format.file_names import HISTORY, save_name
+from megatron_flashckpt.file_format.file_names import HISTORY, event_name, save_name
 from megatron_flashckpt.layout.save_cost import Plans, SaveCost
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support import terminal
@@ -101,7 +101,7 @@ def test_every_save_is_listed_with_its_timings(
 def test_without_a_history_the_report_reads_the_manifests(
     saves: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    (saves / HISTORY).unlink()
+    shutil.rmtree(saves / HISTORY)
     rows = json.loads(report(capsys, saves, "--json"))
     assert [(row["iteration"], row["state"]) for row in rows] == [
         (2, "committed"),
@@ -128,7 +128,7 @@ def test_unreadable_incomplete_and_replaced_saves_have_their_own_state(
     assert "is not a manifest" in table
     assert "is in Megatron's own format 'torch'" in table
     assert "4 saves, 1 failed, 2 damaged or unreadable, median blocked" in table
-    (saves / HISTORY).unlink()
+    shutil.rmtree(saves / HISTORY)
     states = {row["iteration"]: row["state"] for row in json.loads(report(capsys, saves, "--json"))}
     assert states == {2: "unreadable", 4: "damaged"}
 
@@ -200,10 +200,10 @@ def test_a_directory_without_any_record_of_a_save_is_an_error(
 def test_a_time_beyond_the_calendar_in_a_damaged_history_is_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture, ended_at: str
 ) -> None:
-    (tmp_path / HISTORY).parent.mkdir()
     fields = '"iteration": 5, "save_id": "aaaaaaaaaaaa", "seconds": 1, "world_size": 1'
     line = f'{{"event": "save", {fields}, "error": "full", "ended_at": {ended_at}}}\n'
-    (tmp_path / HISTORY).write_text(line)
+    (tmp_path / HISTORY).mkdir(parents=True)
+    (tmp_path / event_name(1.0, save_name(RUN, 1))).write_text(line)
     assert re.search(r"^ +5  failed  .*full", report(capsys, tmp_path), re.MULTILINE)
     assert json.loads(report(capsys, tmp_path, "--json"))[0]["ended_at"] == float(ended_at)
 

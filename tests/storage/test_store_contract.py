@@ -584,36 +584,6 @@ def test_odd_names_are_kept(backend, name):
     assert backend.contents() == {}
 
 
-# ---------------------------------------------------------------------- append
-
-
-@pytest.mark.parametrize("make", [PosixBackend, MemoryBackend])
-def test_appends_of_many_threads_stand_whole_one_after_the_other(make, tmp_path, request):
-    backend = make(tmp_path, request)
-    parts = [bytes([65 + number]) * 5_000 for number in range(40)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda part: backend.store.append("d/lines", part), parts))
-    ((name, data),) = backend.contents().items()
-    assert name == "d/lines"
-    assert sorted(data[at : at + 5_000] for at in range(0, len(data), 5_000)) == parts
-    with pytest.raises(StorageError, match="is not a name inside"):
-        backend.store.append("../lines", b"x")
-
-
-@pytest.mark.parametrize("turn", ["fail", "lose"])
-def test_an_append_is_not_repeated_because_it_may_have_happened(turn):
-    class Failing(MemoryStore):
-        def append(self, name: str, data: bytes) -> None:
-            if turn == "lose":
-                super().append(name, data)
-            raise StorageError(errno.ETIMEDOUT, "no answer")
-
-    store = Failing()
-    with pytest.raises(StorageError, match="no answer"):
-        RetryingStore(store).append("lines", b"x")
-    assert store.objects == ({"lines": b"x"} if turn == "lose" else {})
-
-
 # ---------------------------------------------------------------------- probe
 
 
