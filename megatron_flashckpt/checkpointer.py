@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from megatron_flashckpt import forks
+from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import load_config
 from megatron_flashckpt.errors import SaveFailedError
@@ -104,6 +104,7 @@ class Checkpointer:
         self._is_dry_run_due = False
         self._is_closed = False
         self._fork_depth = forks.depth()
+        exit_status.watch()
         atexit.register(self._end)
 
     def load(
@@ -250,7 +251,7 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif self._leave():
             # Other ranks may be dead, and this rank's GPU may hang: do not wait.
@@ -336,6 +337,8 @@ class Checkpointer:
             self.close()
         except SaveFailedError as error:
             logger.error("%s", error)
+            if self._config.exit_nonzero_unless_durable and exit_status.is_success():
+                exit_status.fail()
 
 
 def _result(outcome: Outcome) -> SaveResult:

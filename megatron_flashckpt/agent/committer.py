@@ -368,7 +368,7 @@ class Committer:
         if end is End.FAILED and is_late:
             # These shards were written while the others were being removed.
             self._remove_own(save)
-        if end is End.COMMITTED and failure is None and save.core.holds_rank_0:
+        if end is End.COMMITTED and failure is None:
             self._tidy_after(save, previous)
 
     def _track(self, save: PendingSave) -> tuple[int | None, Failure | None]:
@@ -397,10 +397,19 @@ class Committer:
                 self._node.ranks[0].report(p.Notice(save.iteration, text))
             return None, None
 
+    def _counting_history(self, save: PendingSave) -> History | None:
+        """Return the newest run's history if that run is led here and the save counts in it.
+
+        The caller holds the lock.
+        """
+        history = self._node.history
+        counts = history is not None and self._node.leads and history.holds(save.save)
+        return history if counts and save.core.holds_rank_0 else None
+
     def _tidy_after(self, save: PendingSave, previous: int | None) -> None:
         with self._node.changed:
-            history, leads = self._node.history, self._node.leads
-        if history is None or not leads or not history.holds(save.save):
+            history = self._counting_history(save)
+        if history is None:
             return
         self._janitor.after_commit(
             CommittedSave.of(save.store, save.save, save.metas[0], previous, history)
@@ -432,7 +441,7 @@ class Committer:
             world_size=save.world_size,
             cost=save.cost,
         )
-        self._history.add(functools.partial(append, save.store, past))
+        self._history.add(functools.partial(append, RetryingStore(save.store), past))
 
     def _conclude(self, save: PendingSave, failure: Failure | None) -> None:
         """Mark the slots and queue the result for trainers, once. The caller holds the lock."""
@@ -441,6 +450,9 @@ class Committer:
         seconds = time.monotonic() - save.staged_at
         if failure is None:
             logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
+            if self._counting_history(save) is not None:
+                # Before the save is no longer pending: an agent without either may leave.
+                self._janitor.run_command(save.store, save.save)
         del self.pending[save.save_id]
         is_final = failure is not None and failure.is_final
         outcome = p.Outcome(

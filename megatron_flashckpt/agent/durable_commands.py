@@ -89,6 +89,10 @@ class DurableCommands:
             )
         self._worker.add(lambda: self._run_for(RetryingStore(store), save))
 
+    def is_due(self, save: Save) -> bool:
+        """Return whether the command is running or waiting for a save."""
+        return save in self._due
+
     def are_due(self) -> bool:
         """Return whether a command is running or waiting."""
         return bool(self._due)
@@ -194,6 +198,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
+        # The shell may end before what it has started, which then gets the second signal.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_TERM_S)
-            return

@@ -201,13 +201,16 @@ class Janitor:
 
     def after_commit(self, save: CommittedSave) -> None:
         """Have the thread tidy up after a commit by the agent of rank 0 of the newest run."""
-        if self._commands is not None and self._commands.are_wanted():
-            self._commands.add(save.store, Save(save.iteration, save.save_id))
         self._worker.add(lambda: self.tidy(save))
 
     def after_start(self, store: Store, run: RunObject) -> None:
         """Have the thread tidy up after an agreed load, in the agent of the run's rank 0."""
         self._worker.add(lambda: self.tidy_after_start(store, run))
+
+    def run_command(self, store: Store, save: Save) -> None:
+        """Have `agent.on_durable` run for a save that is committed. Never blocks."""
+        if self._commands is not None and self._commands.are_wanted():
+            self._commands.add(store, save)
 
     def close(self, within_s: float) -> None:
         """Return when all work is done, or after `within_s`."""
@@ -393,10 +396,10 @@ class Janitor:
 
     def _take_up_due(self, walk: _Pass, save: Save) -> None:
         """Have the command of a checkpoint run that an earlier agent has left, if it counts."""
-        if self._commands is None or not walk.history.holds(save):
+        if not walk.history.holds(save):
             walk.look()
             forget_due(walk.store, save)
-        else:
+        elif self._commands is not None:
             self._commands.add(walk.store, save)
 
     def _discard_unfinished(self, walk: _Pass, files: IterationFiles, pending: set[str]) -> None:
@@ -511,6 +514,7 @@ class Janitor:
             checkpoint
             for checkpoint in sorted(stored, key=lambda each: each.save.order)
             if not reasons[checkpoint.save]
+            and not (self._commands is not None and self._commands.is_due(checkpoint.save))
             # A listing may be late: files are missing only if they stay missing.
             and (
                 checkpoint.is_whole

@@ -69,6 +69,8 @@ class Agent:
         self._deadline: float | None = None
         self._signalled_at = 0.0
         self._has_reported_rest = False
+        #: What only memory held is given up; a command may still keep this agent.
+        self._has_lost_rest = False
         self.unfinished = False
         """True: a signal ended the agent, and a save was not durable in time."""
         self.all_left = False
@@ -138,8 +140,6 @@ class Agent:
                 self._conversations.last_seen = time.monotonic()
             if self._conversations.connections or self._committer.pending:
                 return False
-            if self._commands.are_due():
-                return False
             patience = self._node.options.grace_s if self._node.ranks else self._unclaimed_s
             if (
                 self._conversations.parting
@@ -147,9 +147,10 @@ class Agent:
                 or (self._node.ranks and all(rank.left for rank in self._node.ranks.values()))
                 or time.monotonic() - self._conversations.last_seen > patience
             ):
+                self._has_lost_rest &= self._conversations.parting
                 self._has_reported_rest &= self._conversations.parting
                 self._conversations.parting = True
-                return not self._keeps_unwritten()
+                return not self._keeps_unwritten() and not self._commands.are_due()
             return False
 
     def _keeps_unwritten(self) -> bool:
@@ -157,6 +158,8 @@ class Agent:
 
         The caller holds the lock, and no trainer is connected.
         """
+        if self._has_lost_rest:
+            return False
         now, options = time.monotonic(), self._node.options
         is_ending = self._deadline is not None
         iteration = self._saves.write_rest(self._signalled_at if is_ending else now - _AGAIN_S)
@@ -174,6 +177,7 @@ class Agent:
                 f"because {options.root} was removed" if is_removed else end,
             )
             self.unfinished = is_ending
+            self._has_lost_rest = True
             return False
         if not self._has_reported_rest:
             self._has_reported_rest = True

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from megatron_flashckpt.errors import UNDECODABLE, FlashCkptError
+from megatron_flashckpt.errors import UNDECODABLE, AlreadyExistsError, FlashCkptError
 from megatron_flashckpt.file_format.file_names import (
     HISTORY,
     event_name,
@@ -89,7 +89,8 @@ def append(store: Store, event: PastSave | PastStart) -> None:
             name = event_name(event.ended_at, event.save_id)
         case PastStart():
             name = event_name(event.started_at, event.run)
-    with _errors_logged(store):
+    # The name is of this event alone: if it exists, an earlier attempt was not answered.
+    with _errors_logged(store), contextlib.suppress(AlreadyExistsError):
         store.create(name, msgspec.json.encode(event))
 
 
@@ -99,7 +100,7 @@ def shorten(store: Store, keep: int) -> None:
         names = _names(store)
         # Many starts in a row, of a job that crashes at once, must not push out the saves.
         saves = [name for name, of in names.items() if parse_save(of)]
-        starts = [name for name in names if name not in set(saves)]
+        starts = [name for name, of in names.items() if not parse_save(of)]
         store.delete(f"{HISTORY}/{name}" for name in (*saves[:-keep], *starts[:-keep]))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from megatron_flashckpt.catalog.history import PastSave, PastStart
-from megatron_flashckpt.file_format.file_names import run_of
+from megatron_flashckpt.file_format.file_names import run_number, run_of
 from megatron_flashckpt.layout.save_cost import SaveCost
 
 #: With fewer interruptions, their mean distance is a guess.
@@ -29,7 +29,7 @@ class MeasuredJob(msgspec.Struct, frozen=True, kw_only=True):
     durable_s: float
     """Seconds from the call of a save to its commit."""
     nbytes_per_s: float
-    """Bytes of all ranks over the seconds in which they were written."""
+    """Bytes of all ranks over the seconds from the call to the commit."""
     nbytes: int
     """Bytes of a checkpoint."""
     interval_iterations: int
@@ -39,7 +39,8 @@ class MeasuredJob(msgspec.Struct, frozen=True, kw_only=True):
     trained_s: float
     """Seconds from each start to the last save of its run, added up."""
     interruptions: int
-    """Starts that continue earlier work: each counts as the end of an interruption."""
+    """Starts that continue earlier work, after the first run in `trained_s`: each counts as the end
+    of an interruption."""
 
     @property
     def mtbf_s(self) -> float | None:
@@ -66,7 +67,9 @@ def measured(past: Sequence[PastSave | PastStart]) -> MeasuredJob | None:
     if not steps or statistics.median(steps) <= 0:
         return None
     costs = [cost for run in runs.values() for _, cost in run]
-    written = [cost.nbytes / max(cost.durable_s - cost.staged_s, 1e-9) for cost in costs]
+    written = [cost.nbytes / max(cost.durable_s, 1e-9) for cost in costs]
+    # A history keeps as many starts as saves, so it may have starts of runs without a save.
+    first = min(map(run_number, runs))
     return MeasuredJob(
         iteration_s=statistics.median(steps),
         blocked_s=statistics.median(cost.blocked_s for cost in costs),
@@ -77,7 +80,10 @@ def measured(past: Sequence[PastSave | PastStart]) -> MeasuredJob | None:
         world_size=[save for save in saves.values() if save.cost is not None][-1].world_size,
         trained_s=sum(_trained_s(run, starts.get(name)) for name, run in runs.items()),
         interruptions=sum(
-            isinstance(each, PastStart) and each.source != "scratch" for each in past
+            isinstance(each, PastStart)
+            and each.source != "scratch"
+            and run_number(each.run) > first
+            for each in past
         ),
     )
 

@@ -57,6 +57,7 @@ def pending(
         ranks=ranks,
         run=run,
         run_number=run_number(run.name),
+        history=None,
         options=options,
     )
     janitor: Any = None

@@ -12,8 +12,9 @@ import pytest
 
 from megatron_flashckpt.agent import durable_commands
 from megatron_flashckpt.agent.durable_commands import DurableCommands, announce
+from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
 from megatron_flashckpt.agent.settings import AgentSettings, settings_of
-from megatron_flashckpt.catalog.lineage import Save
+from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.storage.posix_store import PosixStore
@@ -68,7 +69,7 @@ def test_a_killed_agent_s_command_runs_again_and_its_checkpoint_stays(
     first = start(node, root, command, retention=rules)
     assert first.save(10).error is None
     eventually("the command", lambda: lines(begun) == ["10"])
-    (agent,) = node.agents()
+    agent = first.client.agent_pid
     os.kill(agent, signal.SIGKILL)
     eventually("the end of the agent", lambda: not is_alive(agent))
     assert marks(root) == ["iter_0000010"]
@@ -100,21 +101,59 @@ def test_an_agent_without_trainers_stays_until_its_command_has_ended(
     trainer.hang_up(leave=True)
     eventually("the command", begun.exists)
     time.sleep(1.0)
-    (agent,) = node.agents()
+    agent = trainer.client.agent_pid
     go_on.touch()
     eventually("the end of the agent", lambda: not is_alive(agent))
     assert not marks(root)
+
+
+def test_a_command_does_not_delay_the_write_of_what_only_memory_holds(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go-on"
+    trainer = start(node, root, f"while [ ! -e {go_on} ]; do sleep 0.05; done")
+    assert trainer.save(10).error is None
+    assert trainer.keep(20).kept
+    trainer.hang_up(leave=True)
+    eventually("20 in storage", lambda: list(root.glob("iter_0000020/*.end")))
+    assert "iter_0000010" in marks(root)
+    go_on.touch()
+    eventually("the end of the agent", lambda: not node.agents())
+    assert not marks(root)
+
+
+def test_prune_forgets_no_command(node: Node, root: Path) -> None:
+    trainer = start(node, root, "sleep 1000")
+    assert trainer.save(10).error is None
+    agent = trainer.client.agent_pid
+    os.kill(agent, signal.SIGKILL)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    trainer.hang_up()
+    assert trainer.run is not None
+    save = CommittedSave(
+        store=PosixStore(root),
+        iteration=10,
+        save_id=save_name(trainer.run.name, 1),
+        history=History(trainer.run.name, trainer.run.ancestors),
+        rules=Retention(latest=1),
+        retain_interval=None,
+        previous=None,
+    )
+    Janitor().tidy(save)
+    assert marks(root) == ["iter_0000010"]
 
 
 def test_a_second_sigterm_ends_the_command_and_keeps_its_mark(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
     pid = tmp_path / "pid"
-    trainer = start(node, root, f"echo $$ > {pid}; sleep 1000")
+    trainer = start(
+        node, root, f"sh -c 'trap : TERM; echo $$ > {pid}; while :; do sleep 1; done'; true"
+    )
     assert trainer.save(10).error is None
     trainer.hang_up(leave=True)
     eventually("the command", lambda: lines(pid))
-    (agent,) = node.agents()
+    agent = trainer.client.agent_pid
     for _ in range(2):
         os.kill(agent, signal.SIGTERM)
         time.sleep(0.3)
@@ -130,7 +169,7 @@ def test_a_run_without_the_command_forgets_the_marks_of_former_ones(
     first = start(node, root, "sleep 1000")
     assert first.save(10).error is None
     eventually("the mark", lambda: marks(root))
-    (agent,) = node.agents()
+    agent = first.client.agent_pid
     os.kill(agent, signal.SIGKILL)
     eventually("the end of the agent", lambda: not is_alive(agent))
     first.hang_up()

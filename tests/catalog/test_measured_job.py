@@ -16,7 +16,7 @@ def test_a_history_tells_pace_and_interruptions() -> None:
         iteration_s=2.0,
         blocked_s=0.1,
         durable_s=5.0,
-        nbytes_per_s=2.0 * GB,
+        nbytes_per_s=1.6 * GB,
         nbytes=8 * GB,
         interval_iterations=50,
         world_size=16,
@@ -25,6 +25,14 @@ def test_a_history_tells_pace_and_interruptions() -> None:
     )
     assert job is not None
     assert job.mtbf_s == pytest.approx(4 * 310 / 3)
+
+
+def test_starts_before_the_oldest_timed_run_count_for_nothing() -> None:
+    """A history keeps as many starts as saves, which are more frequent."""
+    old = [run_of_saves(number, 0.0, range(0), "storage")[0] for number in range(1, 30)]
+    job = measured([*old, *run_of_saves(30, 1e6, range(50, 201, 50), "storage")])
+    assert job is not None
+    assert job.interruptions == 0
 
 
 def test_two_interruptions_tell_no_mean_distance() -> None:

@@ -172,7 +172,7 @@ def test_figures_are_taken_from_the_history_of_a_job_unless_they_are_given(
     cluster = json.loads(out)["cluster"]
     assert status == 0
     assert (cluster["iteration_s"], cluster["blocked_s"]) == (2.0, 0.5)
-    assert (cluster["storage_gb_s"], cluster["node_storage_gb_s"]) == (2.0, 1.0), "two nodes"
+    assert (cluster["storage_gb_s"], cluster["node_storage_gb_s"]) == (1.6, 0.8), "two nodes"
     assert cluster["gpu_mtbf_h"] == pytest.approx(16 * 4 * 310 / 3 / 3600)
     empty = tmp_path / "empty"
     empty.mkdir()
