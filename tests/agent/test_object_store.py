@@ -152,10 +152,13 @@ def test_saves_fail_while_the_server_refuses_all_and_commit_afterwards(
         trainer.open_run()
         assert trainer.save(1).error is None
         s3_proxy.fault_of = lambda method, path: fault
-        error = trainer.save(2).error
+        trainer.stage(2, trainer.new_save_id())
+        # A request that gets no answer is repeated for some 10 s before the agent hears of it.
+        error = trainer.outcome(within_s=60.0).error
         assert error is not None
         assert said in error
         s3_proxy.fault_of = lambda method, path: None
-        assert trainer.save(3).error is None
+        trainer.stage(3, trainer.new_save_id())
+        assert trainer.outcome(within_s=60.0).error is None
         assert_intact(s3_url, 3, [trainer])
         assert committed_iterations(ObjectStore(s3_url)) == [1, 3]
