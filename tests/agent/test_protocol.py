@@ -23,7 +23,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
-from tests.support.processes import open_files
+from tests.support.processes import nothing_left_open, open_files
 from tests.support.stored import assert_intact
 from tests.support.trainer import FakeTrainer, eventually, new_save_id
 
@@ -38,17 +38,13 @@ def pair() -> Iterator[Pair]:
     right.close()
 
 
-def open_fds(pid: int | str = "self", save_dir: Path | None = None) -> list[str]:
-    """Return the open descriptors of a process, without files in `save_dir`.
+def open_fds(pid: int, save_dir: Path) -> list[str]:
+    """Return the open descriptors of an agent, without files in `save_dir`.
 
     An agent tidies its save directory after it has reported a result, so its descriptors there
     change at any time.
     """
-    return sorted(
-        target
-        for target in open_files(pid)
-        if save_dir is None or not target.startswith(f"{save_dir}/")
-    )
+    return sorted(target for target in open_files(pid) if not target.startswith(f"{save_dir}/"))
 
 
 # ---------------------------------------------------------------------- frames
@@ -129,33 +125,28 @@ def test_an_oversized_frame_is_refused_before_it_is_read(pair: Pair) -> None:
 
 def test_unexpected_descriptors_and_those_of_a_refused_frame_are_closed(pair: Pair) -> None:
     with open(os.devnull) as file:
-        before = open_fds()
-        for prefix in (struct.pack("<I", 2**32 - 1), struct.pack("<I", 8) + b"cut"):
-            _send_with(pair[0], prefix, [file.fileno()])
-            if prefix.endswith(b"cut"):
-                pair[0].shutdown(socket.SHUT_WR)
-            with pytest.raises((AgentError, EOFError)):
-                frames.receive(pair[1])
-        assert open_fds() == before
+        with nothing_left_open():
+            for prefix in (struct.pack("<I", 2**32 - 1), struct.pack("<I", 8) + b"cut"):
+                _send_with(pair[0], prefix, [file.fileno()])
+                if prefix.endswith(b"cut"):
+                    pair[0].shutdown(socket.SHUT_WR)
+                with pytest.raises((AgentError, EOFError)):
+                    frames.receive(pair[1])
         left, right = socket.socketpair()
-        with left, right:
-            before = open_fds()
+        with left, right, nothing_left_open():
             _send_with(left, struct.pack("<I", 1) + b"x", [file.fileno()] * 3)
             _, fd = frames.receive(right)
             assert fd is not None
             os.close(fd)
-            assert open_fds() == before
 
 
 @pytest.mark.parametrize("at", [4, 5])
 def test_a_descriptor_that_comes_after_the_length_is_closed(pair: Pair, at: int) -> None:
     frame = _frame(b"body")
-    with open(os.devnull) as file:
-        before = open_fds()
+    with open(os.devnull) as file, nothing_left_open():
         pair[0].sendall(frame[:at])
         _send_with(pair[0], frame[at:], [file.fileno()])
         assert frames.receive(pair[1]) == (b"body", None)
-        assert open_fds() == before
 
 
 def _send_with(sock: socket.socket, data: bytes, fds: list[int]) -> None:

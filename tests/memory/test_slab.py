@@ -24,6 +24,7 @@ from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.mapping import HUGE_NBYTES, map_shared
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, SlotHeader, SlotState
+from tests.support.processes import nothing_left_open
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,11 +34,6 @@ def own_garbage() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-def open_fds() -> set[str]:
-    gc.collect()  # so that objects of earlier tests do not vanish between two calls
-    return set(os.listdir("/proc/self/fd"))
 
 
 def test_a_slab_attached_by_descriptor_is_the_same_memory() -> None:
@@ -97,17 +93,16 @@ def test_a_slab_fits_slots_of_equal_number_and_no_larger_size(
 
 
 @pytest.mark.parametrize("data_nbytes", [1 << 45, 1 << 61, 1 << 70])
+@nothing_left_open()
 def test_an_error_names_the_missing_memory_before_any_is_allocated(
     data_nbytes: int,
 ) -> None:
-    before = open_fds()
     with pytest.raises(StorageError, match="cannot reserve") as raised:
         Slab.create(2, 0, data_nbytes, "5")
     assert raised.value.errno == errno.ENOMEM
     assert f"{2 * data_nbytes / 2**30:.1f} GiB" in str(raised.value)
     assert "2 checkpoint slots of rank 5" in str(raised.value)
     assert "free memory on this node or lower 'slots'" in str(raised.value)
-    assert open_fds() == before
 
 
 ANNOUNCED = """
@@ -122,9 +117,9 @@ input()
 """
 
 
+@nothing_left_open()
 def test_slabs_that_other_processes_are_allocating_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's figures do not include memory that another process has not yet allocated."""
-    before = open_fds()
     mib = 2**20
     monkeypatch.setattr(slab_module, "available_nbytes", lambda: 100 * mib)
     ours = reservations.announced
@@ -150,7 +145,6 @@ def test_slabs_that_other_processes_are_allocating_count(monkeypatch: pytest.Mon
         assert of_rank_7(0) == {"7": 10 * mib}
         Slab.create(2, 0, 31 * mib, "3").close()
     assert of_rank_7(0) == {}, "the other process has ended"
-    assert open_fds() == before
 
 
 def test_a_complete_slab_is_no_longer_announced() -> None:
@@ -159,8 +153,8 @@ def test_a_complete_slab_is_no_longer_announced() -> None:
     slab.close()
 
 
+@nothing_left_open()
 def test_a_refused_reservation_leaves_nothing_open() -> None:
-    before = open_fds()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
@@ -171,7 +165,6 @@ def test_a_refused_reservation_leaves_nothing_open() -> None:
     assert raised.value.errno == errno.EFBIG
     assert "raise the file size limit (ulimit -f) where the job is started" in str(raised.value)
     assert "free memory" not in str(raised.value)
-    assert open_fds() == before
 
 
 def _memfd(contents: bytes) -> int:
@@ -192,12 +185,11 @@ def _memfd(contents: bytes) -> int:
     ],
     ids=["empty", "short", "one page", "zeros", "device", "directory"],
 )
+@nothing_left_open()
 def test_attaching_another_file_is_refused_and_closes_it(open_it: Callable[[], int]) -> None:
-    before = open_fds()
     fd = open_it()
     with pytest.raises(FlashCkptError, match="slab"):
         Slab.attach(fd)
-    assert open_fds() == before
 
 
 def test_no_holder_of_a_slab_can_change_its_size() -> None:
@@ -230,15 +222,14 @@ def test_an_unsealed_slab_is_sealed_at_attach_or_refused() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(attached.fd, 0)
     attached.close()
-    before = open_fds()
-    with pytest.raises(StorageError, match="not a slab"):
-        Slab.attach(_copy(slab, 0))  # a memfd that does not allow seals
-    with tempfile.TemporaryFile() as file:
-        file.write(slab.memory)
-        file.flush()
+    with nothing_left_open():
         with pytest.raises(StorageError, match="not a slab"):
-            Slab.attach(os.dup(file.fileno()))
-    assert open_fds() == before
+            Slab.attach(_copy(slab, 0))  # a memfd that does not allow seals
+        with tempfile.TemporaryFile() as file:
+            file.write(slab.memory)
+            file.flush()
+            with pytest.raises(StorageError, match="not a slab"):
+                Slab.attach(os.dup(file.fileno()))
     slab.close()
 
 
@@ -251,17 +242,16 @@ def test_attaching_a_truncated_slab_is_refused() -> None:
     slab.close()
 
 
+@nothing_left_open()
 def test_a_second_close_has_no_effect() -> None:
-    before = open_fds()
     slab = Slab.create(1, 0, 1, "0")
     slab.close()
     slab.close()
     assert slab.fd == -1
-    assert open_fds() == before
 
 
+@nothing_left_open()
 def test_a_closed_slab_is_freed_with_its_last_tensor() -> None:
-    before = open_fds()
     slab = Slab.create(1, 0, PAGE, "0")
     tensor = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
     tensor[-1] = 9
@@ -269,7 +259,6 @@ def test_a_closed_slab_is_freed_with_its_last_tensor() -> None:
     assert tensor[-1] == 9, "the slab stays mapped under a living tensor"
     del tensor, slab
     gc.collect()
-    assert open_fds() == before
 
 
 def test_staging_into_a_populated_slab_causes_no_page_faults() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.scatter_read import KeptFiles
+from tests.support.processes import nothing_left_open, open_files
 
 MIB = 1024 * 1024
 NOBODY = 65534
@@ -71,11 +71,6 @@ def unprivileged() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
-
-
-def open_descriptors() -> int:
-    gc.collect()  # files of earlier tests may wait for it
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_relative_root_does_not_follow_the_working_directory(tmp_path, monkeypatch):
@@ -241,6 +236,7 @@ def test_an_error_of_close_leaves_no_descriptor_open(root, monkeypatch, method):
     writer = PosixStore(root, DirectIo("always")).writer("shard", MIB)
     ours = {writer._fd, writer._direct_fd} - {-1}
     assert len(ours) == 2, "direct writes have a second descriptor"
+    opened = {os.readlink(f"/proc/self/fd/{fd}") for fd in ours}
     real_close = os.close
 
     def close(fd: int) -> None:
@@ -248,7 +244,6 @@ def test_an_error_of_close_leaves_no_descriptor_open(root, monkeypatch, method):
         if fd in ours:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    before = open_descriptors()
     monkeypatch.setattr(os, "close", close)
     if method == "finish":
         with pytest.raises(StorageError, match="raise the quota"):
@@ -256,7 +251,7 @@ def test_an_error_of_close_leaves_no_descriptor_open(root, monkeypatch, method):
     else:
         writer.abandon()
     monkeypatch.undo()
-    assert open_descriptors() == before - 2
+    assert opened.isdisjoint(open_files())
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP])
@@ -349,13 +344,12 @@ def test_busy_storage_is_not_taken_for_the_end_of_a_file(
 
 def test_files_kept_open_are_closed_with_their_holder(tmp_path):
     store, kept = PosixStore(tmp_path), KeptFiles()
-    before = open_descriptors()
-    for number in range(20):
-        (tmp_path / f"{number}").write_bytes(b"data")
-        store.get_into(f"{number}", 0, [memoryview(bytearray(1))], kept=kept)
-        assert len(os.listdir("/proc/self/fd")) <= before + 4
-    del kept
-    assert open_descriptors() == before
+    with nothing_left_open():
+        for number in range(20):
+            (tmp_path / f"{number}").write_bytes(b"data")
+            store.get_into(f"{number}", 0, [memoryview(bytearray(1))], kept=kept)
+            assert sum(name.startswith(f"{tmp_path}/") for name in open_files()) <= 4
+        del kept
 
 
 def test_a_read_of_a_few_bytes_fetches_only_these(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from megatron_flashckpt.storage import posix_store
 from megatron_flashckpt.storage.posix_files import temporary_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry
+from tests.support.processes import nothing_left_open
 
 HOME = Path(megatron_flashckpt.__file__).parents[1]
 NO_LINKS = """
@@ -258,12 +258,10 @@ def test_no_failed_operation_leaves_a_descriptor_open(
         lambda: store.stat("d/end/below"),
         lambda: store.list("d/end"),
     ]
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    for operation in operations:
-        with pytest.raises((StorageError, FileNotFoundError)):
-            operation()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with nothing_left_open():
+        for operation in operations:
+            with pytest.raises((StorageError, FileNotFoundError)):
+                operation()
     assert [entry.name for entry in store.list("d")] == ["end", "sub"]
 
 

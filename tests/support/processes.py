@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MIB = 2**20
@@ -18,6 +19,18 @@ def open_files(pid: int | str = "self") -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # closed after the listing
             targets.append(os.readlink(path))
     return targets
+
+
+@contextlib.contextmanager
+def nothing_left_open() -> Iterator[None]:
+    """Assert that this process keeps no descriptor open that it has opened in the block.
+
+    What earlier tests have left open may be closed in the meantime, by the garbage collector or by
+    a thread, so the number of descriptors proves nothing.
+    """
+    before = collections.Counter(open_files())
+    yield
+    assert collections.Counter(open_files()) - before == collections.Counter()
 
 
 def slabs_of(pid: int | str) -> list[int]:
