@@ -16,7 +16,7 @@ from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent import proposals
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_core import CommitCore
-from megatron_flashckpt.agent.durable_commands import announce
+from megatron_flashckpt.agent.durable_commands import DurableCommands, announce
 from megatron_flashckpt.agent.janitor import CommittedSave, Janitor, remove_own
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending_save import PendingSave
@@ -60,9 +60,10 @@ _GIVEN_UP = Failure(
 class Committer:
     """Pending saves of this node's ranks, and the thread that brings them to their end."""
 
-    def __init__(self, node: Node, janitor: Janitor) -> None:
+    def __init__(self, node: Node, janitor: Janitor, commands: DurableCommands) -> None:
         self._node = node
         self._janitor = janitor
+        self._commands = commands
         self.pending: dict[str, PendingSave] = {}
         self._closing = False
         #: Ranks of this node whose part has failed, by save. Ranks may fail one by one: a rank may
@@ -138,10 +139,6 @@ class Committer:
                 self.note(save, core.GivenUp(_GIVEN_UP))
 
     # ------------------------------------------------------------------ what others ask
-
-    def is_pending(self, iteration: int) -> bool:
-        with self._node.changed:
-            return any(save.iteration == iteration for save in self.pending.values())
 
     def pending_ids(self) -> set[str]:
         with self._node.changed:
@@ -450,9 +447,10 @@ class Committer:
         seconds = time.monotonic() - save.staged_at
         if failure is None:
             logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
-            if self._counting_history(save) is not None:
+            is_counted = self._counting_history(save) is not None
+            if is_counted and self._node.options.on_durable is not None:
                 # Before the save is no longer pending: an agent without either may leave.
-                self._janitor.run_command(save.store, save.save)
+                self._commands.add(save.store, save.save)
         del self.pending[save.save_id]
         is_final = failure is not None and failure.is_final
         outcome = p.Outcome(

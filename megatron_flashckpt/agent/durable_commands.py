@@ -8,17 +8,17 @@ command again. Retention spares a checkpoint with a mark.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from megatron_flashckpt.agent.settings import AgentSettings
+from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError
@@ -57,22 +57,14 @@ def forget_due(store: Store, save: Save) -> None:
 class DurableCommands:
     """The commands of this agent's commits, one after the other, in a thread of their own."""
 
-    def __init__(self, settings: Callable[[], AgentSettings]) -> None:
-        """Run nothing yet.
-
-        Args:
-            settings: returns the present settings of the agent.
-        """
-        self._settings = settings
+    def __init__(self, node: Node) -> None:
+        """Run nothing yet; the settings are those that `node` has when a command begins."""
+        self._node = node
         self._worker = Worker("on-durable", "a command was not run")
         self._lock = threading.Lock()
         self._due: set[Save] = set()
         self._closing = threading.Event()
         self._process: subprocess.Popen[str] | None = None
-
-    def are_wanted(self) -> bool:
-        """Return whether the present settings name a command."""
-        return self._settings().on_durable is not None
 
     def add(self, store: Store, save: Save) -> None:
         """Have the command run for a committed save, unless it waits already. Never blocks."""
@@ -87,7 +79,7 @@ class DurableCommands:
                 "ended: make the command faster, or save less often",
                 waiting,
             )
-        self._worker.add(lambda: self._run_for(RetryingStore(store), save))
+        self._worker.add(functools.partial(self._run_for, RetryingStore(store), save))
 
     def is_due(self, save: Save) -> bool:
         """Return whether the command is running or waiting for a save."""
@@ -121,7 +113,7 @@ class DurableCommands:
 
     def _has_ended(self, store: Store, save: Save) -> bool:
         """Run the command; return False if the agent ends before it."""
-        command = self._settings().on_durable
+        command = self._node.options.on_durable
         if command is None:  # a later run has turned it off
             return True
         end = f"{iteration_dir(save.iteration)}/{end_name(save.save_id)}"
@@ -149,7 +141,7 @@ class DurableCommands:
 
     def _run(self, command: str, variables: dict[str, str]) -> str | None:
         """Run the command once; return how it failed, None if it did not."""
-        timeout_s = self._settings().on_durable_timeout_s
+        timeout_s = self._node.options.on_durable_timeout_s
         with self._lock:
             if self._closing.is_set():
                 return "was not begun"

@@ -207,11 +207,6 @@ class Janitor:
         """Have the thread tidy up after an agreed load, in the agent of the run's rank 0."""
         self._worker.add(lambda: self.tidy_after_start(store, run))
 
-    def run_command(self, store: Store, save: Save) -> None:
-        """Have `agent.on_durable` run for a save that is committed. Never blocks."""
-        if self._commands is not None and self._commands.are_wanted():
-            self._commands.add(store, save)
-
     def close(self, within_s: float) -> None:
         """Return when all work is done, or after `within_s`."""
         self._worker.close(within_s)

@@ -51,13 +51,13 @@ class Agent:
         """
         self._listener = listener
         self._node = Node(options, process)
-        self._commands = DurableCommands(lambda: self._node.options)
+        self._commands = DurableCommands(self._node)
         self._janitor = Janitor(
             lambda: self._committer.pending_ids(),
             options.commit_timeout_s,
             commands=self._commands,
         )
-        self._committer: Committer = Committer(self._node, self._janitor)
+        self._committer: Committer = Committer(self._node, self._janitor, self._commands)
         self._heartbeat = Heartbeat(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
         silent = SilentConnections()

@@ -28,6 +28,7 @@ from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent import janitor, proposals
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.durable_commands import DurableCommands
 from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.lineage import History
@@ -294,7 +295,7 @@ class Driver(Committer):
             raise _Broken from error
 
 
-DRIVER = Driver(_NODE, _NO_JANITOR)
+DRIVER = Driver(_NODE, _NO_JANITOR, DurableCommands(_NODE))
 
 
 class Node:

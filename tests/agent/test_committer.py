@@ -17,6 +17,7 @@ from megatron_flashckpt.agent import proposals
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.durable_commands import DurableCommands
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.file_format.end import End, Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import (
@@ -61,7 +62,7 @@ def pending(
         options=options,
     )
     janitor: Any = None
-    committer = Committer(node, janitor)
+    committer = Committer(node, janitor, DurableCommands(node))
     staged_at = time.monotonic() - age_s
     machine = CommitCore("place", world_size, staged_at, TIMEOUT_S, MemoryStore.pace)
     save = PendingSave(MemoryStore(), 10, SAVE, SAVE, staged_at, machine)

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_flashckpt.agent import digester as digester_module
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.durable_commands import DurableCommands
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.node import AgentOptions, Trainer
@@ -78,7 +79,7 @@ class Ranks:
         self.node = AgentNode(options)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
-            committer = Committer(self.node, Janitor())
+            committer = Committer(self.node, Janitor(), DurableCommands(self.node))
             self.saves = Saves(self.node, committer)
         self.digester = self.saves.digester
         self.trainers = [Trainer() for _ in range(ranks)]

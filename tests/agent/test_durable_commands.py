@@ -13,7 +13,9 @@ import pytest
 from megatron_flashckpt.agent import durable_commands
 from megatron_flashckpt.agent.durable_commands import DurableCommands, announce
 from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
-from megatron_flashckpt.agent.settings import AgentSettings, settings_of
+from megatron_flashckpt.agent.node import Node as AgentNode
+from megatron_flashckpt.agent.node import options_of
+from megatron_flashckpt.agent.settings import settings_of
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import save_name
@@ -28,6 +30,12 @@ def start(node: Node, root: Path, command: str | None, **more: object) -> FakeTr
     trainer = node.trainer(root, config=config, **more)
     trainer.open_run()
     return trainer
+
+
+def commands_of(node: Node, root: Path, command: str, timeout_s: float) -> DurableCommands:
+    config = node.config(on_durable=command, on_durable_timeout_s=timeout_s)
+    options = options_of(settings_of(config), str(root), foreground=False)
+    return DurableCommands(AgentNode(options))
 
 
 def marks(root: Path) -> list[str]:
@@ -189,8 +197,7 @@ def test_a_command_is_not_spared_like_its_agent_when_memory_runs_out(
     assert trainer.save(1, save_id).error is None
     of_command = "/proc/self/oom_score_adj"
     command = f"until [ $(cat {of_command}) = 0 ]; do sleep 0.01; done"
-    settings = settings_of(node.config(on_durable=command, on_durable_timeout_s=10.0))
-    commands = DurableCommands(lambda: settings)
+    commands = commands_of(node, root, command, timeout_s=10.0)
     own = Path(of_command)
     former = own.read_text()
     try:
@@ -220,12 +227,9 @@ def test_a_command_that_fails_is_tried_three_times(
     trainer = node.trainer(root)
     save_id = trainer.new_save_id()
     assert trainer.save(1, save_id).error is None
-    settings: AgentSettings = settings_of(
-        node.config(on_durable=f"echo >> {out}; {command}", on_durable_timeout_s=1.0)
-    )
+    commands = commands_of(node, root, f"echo >> {out}; {command}", timeout_s=1.0)
     store, save = PosixStore(root), Save(1, save_id)
     announce(store, save)
-    commands = DurableCommands(lambda: settings)
     commands.add(store, save)
     commands.add(store, save)
     eventually("all attempts", lambda: not commands.are_due())

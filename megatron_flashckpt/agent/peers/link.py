@@ -100,7 +100,7 @@ class Link:
                 self._hang_up()
                 self._warn(descriptor, error)
                 self._put_back(request)
-            except Exception:
+            except Exception:  # otherwise the thread would end, and no later save be sent
                 self._hang_up()
                 logger.exception(
                     "iteration %d was not sent to %s", descriptor.iteration, self._place

@@ -140,7 +140,7 @@ class Redundancy:
                 for share in self._topology.shares(plan.me)[rank]:
                     link = self._link(plan, share.holder, position % self._threads)
                     link.put(SendRequest(slots.slab, index, descriptor, share.part))
-        except Exception:
+        except Exception:  # nobody asks for this thread's result
             logger.exception(
                 "rank %d: iteration %d is not sent to other nodes", rank, header.iteration
             )
