@@ -107,16 +107,6 @@ def read_facts(store: Store, held: Mapping[Save, Ancestors] | None = None) -> Fa
     )
 
 
-def committed_saves(store: Store) -> list[Save]:
-    """Return the checkpoints of all runs, in ascending order.
-
-    Raises:
-        FormatVersionError: the directory is of format 1.
-        StorageError: the store does not answer.
-    """
-    return _committed(store, _list_iterations(store).ended)
-
-
 def tracked(store: Store) -> Tracked | None:
     """Return the contents of `tracker.json`; None if it is missing or damaged."""
     try:
@@ -216,18 +206,6 @@ def run_numbers(store: Store) -> list[int]:
     return sorted(number for number in parsed if number is not None)
 
 
-def run_objects(store: Store, left: Collection[str] = ()) -> dict[str, RunObject]:
-    """Return the runs on which the choice of the newest history depends, by name.
-
-    The newest run, and lower ones while the runs above have neither ancestors nor left anything.
-
-    Args:
-        left: runs that have left a checkpoint, in storage or memory; their objects are read, too.
-    """
-    objects = _objects_of(store, run_numbers(store), left)
-    return {run.name: run for run in objects.values() if run is not None}
-
-
 def later_run(store: Store, number: int) -> RunObject | None:
     """Return the highest run above `number`; None if there is none."""
     later = [other for other in run_numbers(store) if other > number]
@@ -258,7 +236,15 @@ def check_run_is_known(store: Store, save_id: str) -> None:
 def _objects_of(
     store: Store, numbers: Sequence[int], left: Collection[str]
 ) -> dict[int, RunObject | None]:
-    """Return the objects that `run_objects` describes, by number; None for a damaged one."""
+    """Return the objects of runs on which the choice of the newest history depends, by number.
+
+    The newest run, and lower ones while the runs above have neither ancestors nor left anything.
+    None for a damaged object.
+
+    Args:
+        numbers: of all runs, in ascending order.
+        left: runs that have left a checkpoint, in storage or memory; their objects are read, too.
+    """
     objects = _read_objects(store, {*map(run_number, left)} & {*numbers})
     descending = list(reversed(numbers))
     count = 1

@@ -9,7 +9,6 @@ depends on the history, so its errors are only logged.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
@@ -25,14 +24,15 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import SaveCost
+from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 #: Events to read at most.
 _MOST = 10_000
-#: Bytes to read of one event, at most, and events to read at a time.
-_MAX_NBYTES, _AT_A_TIME = 2**20, 16
+#: Bytes to read of one event, at most.
+_MAX_NBYTES = 2**20
 
 
 class PastSave(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="save"):
@@ -134,8 +134,7 @@ def events(store: Store) -> list[PastSave | PastStart]:
 def _read(store: Store, is_wanted: Callable[[str], bool]) -> list[PastSave | PastStart]:
     try:
         names = [name for name, of in _names(store).items() if is_wanted(of)]
-        with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
-            read = list(pool.map(lambda name: _event(store, name), names[-_MOST:]))
+        read = for_all(lambda name: _event(store, name), names[-_MOST:])
     except (FlashCkptError, OSError) as error:
         logger.warning("the history of saves cannot be read: %s", error)
         return []

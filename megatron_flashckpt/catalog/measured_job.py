@@ -1,4 +1,4 @@
-"""What a job's history tells about its pace, its saves and its interruptions; pure functions.
+"""Pace, saves and interruptions of a job, computed from its history; pure functions.
 
 `flashckpt report` and `flashckpt plan --measured` compute the save interval from these.
 """

@@ -393,10 +393,6 @@ def _fresh(directory: Path, look: Callable[[int], _T]) -> _T:
         os.close(fd)
 
 
-def _look(directory_fd: int, name: str) -> os.stat_result:
-    return os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-
-
 def _entry(name: str, status: os.stat_result) -> Entry:
     mode = status.st_mode
     if stat.S_ISREG(mode):

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_flashckpt.agent import saves
 from megatron_flashckpt.agent.protocol import Offer, SlabOffer, TakeSlab
-from megatron_flashckpt.catalog.directory import committed_saves
+from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.load.slot_chunks import OfferedSlot
@@ -72,7 +72,7 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
         eventually("the slot is marked failed", lambda: slot.header.state == SlotState.FAILED)
     assert "its slot changed after it was digested" in node.log(root).read_text()
     assert not (root / file_names.TRACKER).exists()
-    assert committed_saves(PosixStore(root)) == []
+    assert list(read_facts(PosixStore(root)).stored) == []
 
 
 def test_a_load_waits_for_digests_that_are_being_read_from_storage(

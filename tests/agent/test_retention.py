@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.catalog.directory import committed_saves
+from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.file_format.file_names import save_name
@@ -36,7 +36,7 @@ def save_all(trainer: FakeTrainer, losses: dict[int, float | None]) -> None:
 
 def assert_these_are_left_whole(root: Path, trainer: FakeTrainer, iterations: list[int]) -> None:
     def left() -> list[int]:
-        return [save.iteration for save in committed_saves(PosixStore(root))]
+        return [save.iteration for save in read_facts(PosixStore(root)).stored]
 
     eventually("the removal of the other checkpoints", lambda: left() == iterations)
     for iteration in iterations:

@@ -9,12 +9,10 @@ import pytest
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.catalog.directory import (
-    committed_saves,
     later_run,
     put_tracked,
     read_facts,
     run_numbers,
-    run_objects,
     tracked,
 )
 from megatron_flashckpt.catalog.lineage import Candidate, Save, Tracked, choose
@@ -81,7 +79,7 @@ def test_facts_hold_tracker_twin_runs_and_checkpoints() -> None:
     put_tracked(store, Tracked(20, saves[1].save_id))
     facts = read_facts(store)
     assert (facts.tracker, facts.tracked) == (20, Tracked(20, saves[1].save_id))
-    assert list(facts.stored) == saves == committed_saves(store)
+    assert list(facts.stored) == saves
     assert facts.foreign == [40]
     assert facts.runs == {first: (), second: (Ancestor(first, 10),)}
     assert run_numbers(store) == facts.numbers == [1, 2]
@@ -104,7 +102,7 @@ def test_runs_from_scratch_that_left_nothing_are_passed_over() -> None:
     commit(store, open_run(store, 1), 10)
     for number in range(2, 30):
         open_run(store, number)
-    assert run(1) in run_objects(store)
+    assert run(1) in read_facts(store).runs
 
 
 def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
@@ -221,4 +219,4 @@ def test_links_are_not_entered(tmp_path: Path) -> None:
     save = file_names.save_name(run(1), 1)
     store.create(f"iter_0000010/{file_names.end_name(save)}", b'{"digest"}')
     (tmp_path / "save/iter_0000020").symlink_to("iter_0000010")
-    assert committed_saves(store) == [Save(10, save)]
+    assert list(read_facts(store).stored) == [Save(10, save)]

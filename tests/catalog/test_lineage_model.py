@@ -356,9 +356,10 @@ class Schedule(RuleBasedStateMachine):
         world = self.world
         view = world.view(node)
         ancestors = () if chosen is None else lineage.descent(chosen.save, chosen.ancestors)
+        left = {file_names.save_of(name.rpartition("/")[2]) for name in view.objects} - {None}
         seen = [
             *directory.run_numbers(view),
-            *(file_names.run_number(save.run) for save in directory.committed_saves(view)),
+            *(file_names.run_number(file_names.run_of(save)) for save in left),
             *(file_names.run_number(save.save.run) for save in world.memory),
         ]
         number = 1 + max(seen, default=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import alive
-from megatron_flashckpt.catalog.directory import committed_saves
+from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import human_size
 from megatron_flashckpt.errors import StorageError
@@ -34,7 +34,7 @@ def size_of(directory: Path) -> int:
 
 
 def iterations(save: Path) -> list[int]:
-    return [stored.iteration for stored in committed_saves(PosixStore(save))]
+    return [stored.iteration for stored in read_facts(PosixStore(save)).stored]
 
 
 def test_prune_removes_checkpoints_that_no_rule_keeps_unless_dry_run(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.catalog.directory import committed_saves
+from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.megatron_jobs import run_job, succeeded
@@ -38,10 +38,10 @@ def test_retention_keeps_the_best_validation_loss_and_the_newest_checkpoint(tmp_
     store = PosixStore(save)
 
     def kept() -> list[int]:
-        return [checkpoint.iteration for checkpoint in committed_saves(store)]
+        return [checkpoint.iteration for checkpoint in read_facts(store).stored]
 
     eventually("retention", lambda: kept() == sorted({*best, 8}))
-    for checkpoint in committed_saves(store):
+    for checkpoint in read_facts(store).stored:
         stored = StoredCheckpoint(store, checkpoint, read_manifest(store, checkpoint))
         assert stored.manifest.metrics == {
             "lm loss validation": pytest.approx(losses[checkpoint.iteration], rel=1e-5)

@@ -18,7 +18,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from megatron_flashckpt.catalog.directory import committed_saves
+from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.layout.copies import split
 from megatron_flashckpt.layout.template import pieces_of
@@ -243,7 +243,7 @@ def truncated_copy(save: Path, copy: Path, iteration: int) -> Path:
 
 def committed(save: Path) -> list[int]:
     """Return the iterations of the checkpoints in a save directory, in ascending order."""
-    return [checkpoint.iteration for checkpoint in committed_saves(PosixStore(save))]
+    return [checkpoint.iteration for checkpoint in read_facts(PosixStore(save)).stored]
 
 
 def tensors(save: Path, iteration: int) -> dict[tuple[int, str], torch.Tensor]:
