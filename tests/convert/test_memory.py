@@ -35,6 +35,19 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
+def peak_of(script: str, *arguments: object) -> int:
+    """Return the bytes that a script prints: how much its second conversion adds to the peak."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sources")
@@ -56,17 +69,8 @@ def test_a_conversion_holds_only_a_few_boxes_in_memory(
     nbytes = open_source(whole, None, Options()).nbytes
     assert nbytes == 192 << 20
     small = sources / f"{source}-small"
-    command = [sys.executable, "-W", "ignore", "-c", MEASURED, whole, small, tmp_path, to]
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     # The cache holds 32 MiB of chunks, and a box has 4 MiB.
-    assert int(done.stdout) < 80 << 20
+    assert peak_of(MEASURED, whole, small, tmp_path, to) < 80 << 20
 
 
 #: Peak of the second conversion, of a model to our format and back; the first is of a small model.
@@ -95,25 +99,8 @@ def test_a_model_is_converted_a_few_tensors_at_a_time(tmp_path: Path) -> None:
     whole = make_model(tmp_path / "model", **sizes, num_hidden_layers=10)
     files = whole, make_model(tmp_path / "small")
     assert (whole / "model.safetensors").stat().st_size > 160 << 20
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        MEASURED_MODEL,
-        *files[::-1],
-        tmp_path / "results",
-    ]
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     # The cache holds 32 MiB of chunks, and the largest tensor has 8 MiB.
-    assert int(done.stdout) < 80 << 20
+    assert peak_of(MEASURED_MODEL, *files[::-1], tmp_path / "results") < 80 << 20
     back = {}
     for file in (tmp_path / "results/whole/hf").glob("*.safetensors"):
         back |= load_file(file)
