@@ -49,7 +49,7 @@ class Resumed:
 
 @dataclasses.dataclass(frozen=True)
 class SaveResult:
-    """How a save has ended."""
+    """Result of a save."""
 
     iteration: int
     error: str | None

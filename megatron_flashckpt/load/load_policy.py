@@ -1,4 +1,4 @@
-"""What a load takes from a checkpoint, and which checkpoint; equal on all ranks."""
+"""Choice of a checkpoint, and of its parts that a load takes; equal on all ranks."""
 
 from __future__ import annotations
 

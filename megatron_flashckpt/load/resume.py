@@ -73,7 +73,7 @@ class LoadCall:
 
 @dataclasses.dataclass(frozen=True)
 class LoadResult:
-    """What a load has done; equal on all ranks, except for `loaded`."""
+    """Result of a load; equal on all ranks, except for `loaded`."""
 
     loaded: LoadedCheckpoint | None
     """None if there is no checkpoint, or one in Megatron's own formats."""

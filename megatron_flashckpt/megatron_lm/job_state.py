@@ -52,7 +52,7 @@ class JobState:
     outside_steps: str | None = None
     """The feature that changes tensors outside `optimizer.step()`, for messages; None if none."""
     entry_point: str = ""
-    """How the job calls this package, for messages."""
+    """Way in which the job calls this package, for messages."""
     differences: Callable[[], list[str]] = list
     """Returns one line per difference between the caller and what this package expects of it."""
 

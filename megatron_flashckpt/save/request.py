@@ -12,7 +12,7 @@ from megatron_flashckpt.tracing import Recorder
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """What a save saves, and when it returns. All ranks pass the same iteration."""
+    """Contents of a save, and the time at which it returns. All ranks pass the same iteration."""
 
     iteration: int
     job: JobState

@@ -103,6 +103,17 @@ def main() -> None:
             checkpointer.load(step=7)
         except FlashCkptError as error:
             found("a missing step", type(error).__name__)
+    try:
+        with job.checkpointer("third") as checkpointer:
+            checkpointer.load()
+            checkpointer.save(5, memory_only=True)
+            sys.exit(0)  # as a loop does whose time is over
+    except SystemExit:
+        found("after exit", sorted(path.name for path in (ROOT / "third").glob("iter_*")))
+    checkpointer = job.checkpointer("fourth")
+    checkpointer.load()
+    (ROOT / "fourth/iter_0000006").write_text("in the way")
+    checkpointer.save(6)  # which fails, and the script ends
 
 
 main()
