@@ -88,6 +88,19 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Number of newest saves whose traces every node keeps."""
 
 
+class LocalTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Copies of checkpoints on the nodes' own disks, which survive the agent and a reboot."""
+
+    directory: Annotated[str, msgspec.Meta(pattern="^/")] | None = None
+    """Absolute path on a disk of each node. Every node writes its ranks' part of a checkpoint there
+    before it goes to storage, also that of a checkpoint that is for memory only. A restarted job
+    reads it where host memory is lost. An orderly end of the job deletes the copies. `None`: no
+    copies."""
+
+    keep: Annotated[int, msgspec.Meta(ge=2, le=MOST)] = 2
+    """Checkpoints that stay on the disk of each node; one more while it is being written."""
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings. Every default suits a single node and a cluster."""
 
@@ -211,6 +224,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     directory for `flashckpt report`, one small file each. A start of the job removes older ones.
     0: none is written."""
 
+    local_tier: LocalTier = LocalTier()
     trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()
 

@@ -117,13 +117,10 @@ POINTS = {
     "hold.chunk": ("agent.peers.redundancy", "one more chunk is held; not answered yet"),
     "hold.ended": ("agent.peers.redundancy", "a part is held completely; not answered yet"),
     "hold.read": ("agent.peers.redundancy", "a held chunk is read for a replacement"),
-    # The replacement of a node that was lost.
+    # The replacement of memory that was lost.
     "recover.asked": ("agent.peers.redundancy", "all nodes have listed their parts of a rank"),
-    "recover.filled": ("agent.peers.recovery", "a checkpoint is restored; its slot is EMPTY"),
-    "recover.installed": (
-        "agent.peers.redundancy",
-        "the slots belong to the rank, which does not know",
-    ),
+    "recover.filled": ("agent.recovery", "a checkpoint is restored; its slot is EMPTY"),
+    "recover.installed": ("agent.recovery", "the slots belong to the rank, which does not know"),
 }
 _SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 

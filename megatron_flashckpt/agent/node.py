@@ -16,6 +16,7 @@ from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.held_directory import HeldDirectory
 from megatron_flashckpt.agent.incarnations import Incarnations
 from megatron_flashckpt.agent.life import AgentFacts, own_unit
+from megatron_flashckpt.agent.local_copies import LocalCopies
 from megatron_flashckpt.agent.log import log_in_save_directory
 from megatron_flashckpt.agent.process import replace_of_stores
 from megatron_flashckpt.agent.rank_slots import RankSlots
@@ -119,6 +120,7 @@ class Node:
         self._environments = 0
         self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace)
+        self.local_copies = LocalCopies(options.root, options.local_tier)
         log_in_save_directory(options.root, options.log_in_save_directory)
         self.changed = threading.Condition()
         self.ranks: dict[int, Trainer] = {}
@@ -183,6 +185,7 @@ class Node:
         self.flow.rate_limit.limit(settings.write_mib_per_s)
         self.flow = Flow(settings.write_threads, self.flow.rate_limit)
         self.traces.configure(settings.trace)
+        self.local_copies.configure(settings.local_tier)
         if self._process is not None:
             self._process.apply(settings)
         return differences(former, settings)

@@ -16,6 +16,7 @@ from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.peers.requirement import require_pyzmq
 from megatron_flashckpt.agent.rank_slots import RankSlots
+from megatron_flashckpt.agent.recovery import Copy, Recoveries
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.template_store import TemplateStore
@@ -43,6 +44,7 @@ class RequestHandler:
         self._janitor = janitor
         self._templates = TemplateStore(node.changed)
         self.departed = DepartedRanks(node, committer)
+        self.recoveries = Recoveries(self._copies, node.install)
 
     def answer(
         self,
@@ -66,16 +68,16 @@ class RequestHandler:
             self._detach(number)
             return (p.Done(),)
         if isinstance(request, p.Recover):
-            ended = self._node.peers is None or self._node.peers.recover(number, request)
-            return (p.Recovered(ended),)
+            return (p.Recovered(self.recoveries.recover(number, request)),)
         if isinstance(request, p.Staged):
             self._staged(number, request, process)
             return (p.Done(),)
+        on_disk = self._node.local_copies.saves() if isinstance(request, p.TakeSlab) else set()
         with self._node.changed:
             rank = self._served(number, process)
             match request:
                 case p.TakeSlab():
-                    saves = self._node.saves()
+                    saves = tuple(sorted(on_disk.union(self._node.saves())))
                     if rank.slots is None:
                         return (p.SlabOffer(False, (), saves=saves),)
                     formers = rank.slots.formers()
@@ -221,8 +223,18 @@ class RequestHandler:
             # Imported here: other agents start 20 ms faster, and without pyzmq.
             from megatron_flashckpt.agent.peers.redundancy import Redundancy
 
-            self._node.peers = Redundancy(request, self._node.own_slots, self._node.install)
+            self._node.peers = Redundancy(request, self._node.own_slots)
         return self._node.peers.opened
+
+    def _copies(self, number: int) -> dict[str, Copy]:
+        """Return the copies of a rank's checkpoints, by save: local ones before those of others.
+
+        A slot of another node comes first, because that node's agent writes it to storage.
+        """
+        peers = self._node.peers
+        others = {} if peers is None else peers.find(number)
+        in_slots = {save_id: copy for save_id, copy in others.items() if copy.is_in_slot}
+        return {**others, **self._node.local_copies.of_rank(number), **in_slots}
 
     def _end_peers(self) -> None:
         peers, self._node.peers = self._node.peers, None

@@ -153,6 +153,8 @@ class Saves:
             hit("agent.enqueued")
             if save is not None:
                 self._pool.submit(self._persist, number, slots, slot, save)
+            elif self._node.local_copies.are_made:
+                self._pool.submit(self._keep_local, slots, slot, info)
             if self._node.peers is not None:
                 self._node.peers.staged(number, slots, index)
         if save is None:
@@ -216,12 +218,31 @@ class Saves:
                 *(request.iteration, error),
             )
 
+    def _keep_local(
+        self, slots: RankSlots, slot: Slot, info: SlotInfo, meta: SlotMeta | None = None
+    ) -> None:
+        """Copy a slot to this node's own disk, if the settings say so."""
+        copies, options = self._node.local_copies, self._node.options
+        if not copies.are_made:
+            return
+        try:
+            meta = slot.meta if meta is None else meta
+        except CorruptCheckpointError as error:
+            logger.error("no local copy: %s", error)
+            return
+        history = self._node.history
+        digests = copies.keep(slots.slab, slot.index, meta, options.write_threads, history)
+        if digests is not None:
+            with self._node.changed:
+                info.digests = info.digests or digests
+
     def _persist(self, number: int, slots: RankSlots, slot: Slot, save: PendingSave) -> None:
         seen: core.Observation | None = None
         # The slot keeps the id that it was staged with; the shard is written under the save's id.
         header = msgspec.structs.replace(slot.header, save_id=save.save_id)
         info = slots.infos[slot.index]
         shard: DurableShard | None = None
+        self._keep_local(slots, slot, info, save.metas[number])
         started = time.monotonic()
         try:
             shard = self._made_durable(number, slot, header, info, save)

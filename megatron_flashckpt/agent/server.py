@@ -93,10 +93,13 @@ class Agent:
             ranks = self._node.ranks.values()
             self.all_left = bool(ranks) and all(rank.left for rank in ranks)
             self.all_left = self.all_left and not self._node.is_stuck()
+        if self.all_left and not self._has_lost_rest:
+            self._node.local_copies.delete_all()
         self._saves.close()
         self._commands.close()
         self._committer.close()
         self._heartbeat.close()
+        self._handler.recoveries.close()
         if self._node.peers is not None:
             self._node.peers.close()
         self._node.give_up_slots()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from megatron_flashckpt.agent_config import CountOrZero, SentConfig
-from megatron_flashckpt.config import Config, Trace
+from megatron_flashckpt.config import Config, LocalTier, Trace
 
 
 class AgentSettings(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,22 +17,27 @@ class AgentSettings(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     history: CountOrZero = 0
+    local_tier: LocalTier = LocalTier()
     trace: Trace = Trace()
 
 
 def settings_of(config: Config) -> AgentSettings:
     """Return the agent's settings from `config`."""
     section = {name: getattr(config.agent, name) for name in SentConfig.__struct_fields__}
-    return AgentSettings(**section, history=config.history, trace=config.trace)
+    return AgentSettings(
+        **section, history=config.history, local_tier=config.local_tier, trace=config.trace
+    )
 
 
 def by_name(settings: AgentSettings) -> dict[str, Any]:
     """Return the value of each setting by its name in the configuration."""
-    section = {f"agent.{name}": getattr(settings, name) for name in SentConfig.__struct_fields__}
-    trace = {
-        f"trace.{name}": value for name, value in msgspec.structs.asdict(settings.trace).items()
+    of_agent = {f"agent.{name}": getattr(settings, name) for name in SentConfig.__struct_fields__}
+    sections = {
+        f"{section}.{name}": value
+        for section in ("local_tier", "trace")
+        for name, value in msgspec.structs.asdict(getattr(settings, section)).items()
     }
-    return {**section, "history": settings.history, **trace}
+    return {**of_agent, "history": settings.history, **sections}
 
 
 def differences(former: AgentSettings, new: AgentSettings) -> tuple[str, ...]:

@@ -154,6 +154,5 @@ class TrainerConnections:
         self.parting = False
         self._handler.inherit(number)
         rank.forget_saves()
-        if self._node.peers is not None:
-            self._node.peers.begin_trainer(number)
+        self._handler.recoveries.begin_trainer(number)
         self._node.changed.notify_all()

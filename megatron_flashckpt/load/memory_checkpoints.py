@@ -64,11 +64,12 @@ class HeldInMemory(NamedTuple):
 def held_in_memory(checkpointer: Checkpointer) -> HeldInMemory:
     """Return the saves that ranks hold. Collective.
 
-    With `redundancy`, ranks of a lost node, and ranks that run on another node than before, first
-    recover the copies that other nodes hold.
+    Ranks whose memory is lost, and ranks that run on another node than before, first recover
+    copies: from their node's disk with `local_tier`, from other nodes with `redundancy`.
     """
     link, config = checkpointer.link, checkpointer.config
     is_redundant = config.redundancy != "none"
+    has_copies = is_redundant or config.local_tier.directory is not None
     if is_redundant:
         checkpointer.start_run()
 
@@ -78,14 +79,14 @@ def held_in_memory(checkpointer: Checkpointer) -> HeldInMemory:
         own, fields = _with_gathered_fields(link.take_slab(), checkpointer.rank)
         # If all ranks run on other nodes than before, no rank has an offer. The saves that the
         # nodes hold for their former ranks then show which saves to recover.
-        return own, (fields, link.saves_of_node() if is_redundant and not fields else ())
+        return own, (fields, link.saves_of_node() if has_copies and not fields else ())
 
     (slab, offers), replies = run_and_gather(slab_and_offers)
     all_offers = [fields for fields, _ in replies]
     hit("load.taken")
     newest = newest_saves(all_offers, config.slots, [saves for _, saves in replies])
     recovering = missing_ranks(all_offers, newest)
-    if is_redundant and newest and recovering:
+    if has_copies and newest and recovering:
 
         def recovered() -> tuple[_SlabAndOffers, list[dict[str, Any]]]:
             if checkpointer.rank not in recovering:

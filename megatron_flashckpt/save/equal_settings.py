@@ -16,7 +16,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import ConfigError
 
 _NAMES = (
-    *("busy", "damaged", "memory_interval", "redundancy", "redundancy_group"),
+    *("busy", "damaged", "local_tier", "memory_interval", "redundancy", "redundancy_group"),
     *("restore_from_memory", "share_reads", "slots", "wait"),
 )
 

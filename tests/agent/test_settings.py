@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.node import Node as AgentNode
 from megatron_flashckpt.agent.settings import by_name, differences, settings_of
 from megatron_flashckpt.catalog import history
-from megatron_flashckpt.config import AgentConfig, Config, Trace
+from megatron_flashckpt.config import AgentConfig, Config, LocalTier, Trace
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save import peer_setup
 from megatron_flashckpt.storage.posix_store import PosixStore
@@ -34,11 +34,18 @@ OF_PEERS = {"address", "peer_timeout_s", "peer_threads"}
 def config_of(node: Node, values: dict[str, Any]) -> Config:
     """Return a configuration with these values of agent settings."""
     values = dict(values)
+    directory = values.pop("local_tier_directory", None)
+    local_tier = LocalTier(
+        directory=directory and str(node.runtime_dir.parent / directory),
+        keep=values.pop("local_tier_keep", 2),
+    )
     trace = Trace(
         directory=values.pop("trace_directory", None) or None, keep=values.pop("trace_keep", 20)
     )
     history = values.pop("history", 1000)
-    return msgspec.structs.replace(node.config(**values), history=history, trace=trace)
+    return msgspec.structs.replace(
+        node.config(**values), history=history, local_tier=local_tier, trace=trace
+    )
 
 
 #: The values of the first and of the second run, by setting.
@@ -58,6 +65,8 @@ AFTER: dict[str, Any] = {
     "grace_s": 0.2,
     "history": 5,
     "keep_unwritten_s": 0.2,
+    "local_tier_directory": "disk",
+    "local_tier_keep": 3,
     "log_in_save_directory": True,
     "on_durable": "true",
     "on_durable_timeout_s": 60.0,
@@ -111,6 +120,7 @@ def test_the_settings_of_the_newest_run_apply_and_both_logs_name_them(
 
     eventually("the history", lambda: history.read(PosixStore(root)))
     assert "committed iteration 2" in path_in(str(root), platform.node()).read_text()
+    assert list((node.runtime_dir.parent / "disk").rglob("iter_0000002/*.slot"))
     newest = file_names.iteration_dir(2)
     traces = root / "traces"
     eventually(

@@ -2,11 +2,13 @@
 
 Saves go to memory every 2 iterations, to storage every 4. A trains 8 iterations without a crash
 (saves to memory requested by Megatron's own flag). B loses a rank in iteration 3, before the first
-save to storage, and again in iteration 7. C loses a rank and the agent in iteration 7.
+save to storage, and again in iteration 7. C loses a rank and the agent in iteration 7. Others lose
+the same, and have copies on a local disk.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from tests.support.megatron_jobs import (
     succeeded,
     tensors,
 )
+from tests.support.trainer import agents_under, eventually, kill_agent
 
 MODEL = [
     *("--num-layers", "2", "--bf16", "--use-distributed-optimizer"),
@@ -83,6 +86,38 @@ def test_a_lost_rank_resumes_bit_for_bit_from_a_memory_save(jobs: Jobs) -> None:
 def test_a_job_that_also_loses_its_agent_resumes_from_storage(jobs: Jobs) -> None:
     assert "iteration 4 was restored from storage" in jobs.c.log
     jobs.assert_resumed("C", jobs.c, {1: 5})
+
+
+@pytest.mark.parametrize("damaged", [None, 6], ids=["whole", "flipped"])
+def test_a_node_that_lost_all_memory_resumes_from_its_disk(
+    jobs: Jobs, tmp_path: Path, damaged: int | None
+) -> None:
+    """All ranks fall back together if one byte of the newest copy of one rank has changed."""
+    disk, save = tmp_path / "disk", str(tmp_path / "D")
+    arguments = [*MODEL, "--save", save, "--load", save]
+    env = {"FLASHCKPT_MEMORY_INTERVAL": "2", "FLASHCKPT_LOCAL_TIER__DIRECTORY": str(disk)}
+    once = f"{tmp_path}/run/agent-*.log:iteration 6 is durable on this node:{RANKS}"
+    killed = run_job(
+        *(tmp_path, "D", arguments), ranks=RANKS, env={**env, "KILL": "1:7", "KILL_ONCE": once}
+    )
+    assert killed.returncode != 0
+    (agent,) = agents_under(tmp_path / "run")
+    kill_agent(agent)
+    if damaged is not None:
+        (copy,) = disk.rglob(f"iter_{damaged:07d}/*.rank_00001.safetensors")
+        with copy.open("r+b") as file:
+            file.seek(-1000, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-1000, os.SEEK_END)
+            file.write(bytes([byte[0] ^ 1]))
+    again = succeeded(run_job(tmp_path, "again", arguments, ranks=RANKS, env=env))
+    start = 6 if damaged is None else 4
+    assert f"iteration {start} was restored from memory" in again.log
+    losses, expected = again.losses(), jobs.a.losses()
+    assert losses == {iteration: expected[iteration] for iteration in range(start + 1, 9)}
+    assert differing(tensors(jobs.tmp_path / "A", 8), tensors(tmp_path / "D", 8)) == []
+    eventually("the end of the agent", lambda: not agents_under(tmp_path / "run"))
+    assert not [path for path in disk.rglob("*") if path.is_file()], "the job has ended in order"
 
 
 def test_memory_saves_are_logged_as_kept_and_leave_storage_unchanged(jobs: Jobs) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from megatron_flashckpt.agent.freeing import free
-from megatron_flashckpt.agent.peers.messages import Held, SlotDescriptor
+from megatron_flashckpt.agent.peers.messages import Held
 from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
+from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.memory.host_memory import available_nbytes, shown
 

@@ -7,11 +7,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
+from megatron_flashckpt.agent import slot_bytes
 from megatron_flashckpt.agent.peers import messages as m
-from megatron_flashckpt.agent.peers import slot_bytes
-from megatron_flashckpt.agent.peers.messages import SlotDescriptor
 from megatron_flashckpt.agent.peers.topology import Part
 from megatron_flashckpt.agent.peers.transport import Connection, PeerError
+from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
 
@@ -160,7 +160,7 @@ class Link:
     def _chunks(self, request: SendRequest) -> Iterator[tuple[m.Request, bytes]]:
         descriptor, part = request.descriptor, request.part
         begin, end = part.bounds(descriptor.nbytes)
-        for start, nbytes in slot_bytes.steps(begin, end):
+        for start, nbytes in m.steps(begin, end):
             if self._closing:
                 raise _OvertakenError("the agent is leaving, or its peers changed")
             data = slot_bytes.read(request.slab, request.index, descriptor, start, nbytes)

@@ -5,10 +5,12 @@ One side sends requests; the other side answers each request once, in order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
-from megatron_flashckpt.memory.slot import SlabGeometry
+from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
 
 #: Payload bytes of one message.
 CHUNK_NBYTES = 4 * 1024 * 1024
@@ -16,24 +18,10 @@ CHUNK_NBYTES = 4 * 1024 * 1024
 MAX_FRAME_NBYTES = 64 * 1024 * 1024
 
 
-class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """Slot descriptor: facts with which a slot is rebuilt from its bytes and verified."""
-
-    rank: int
-    iteration: int
-    save_id: str
-    geometry: SlabGeometry
-    meta_nbytes: int
-    data_nbytes: int
-    meta_digest: str
-    digests: tuple[str, ...]
-    """Digests of the data, one per 4 MiB, as in a shard file."""
-    memory_only: bool
-    """The slot is not meant for storage."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.meta_nbytes + self.data_nbytes
+def steps(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield `(start, nbytes)` of the messages in which a range is sent."""
+    for position in range(start, end, CHUNK_NBYTES):
+        yield position, min(CHUNK_NBYTES, end - position)
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

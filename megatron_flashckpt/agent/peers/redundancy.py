@@ -1,18 +1,19 @@
-"""Redundancy in the agent: joins the peers, sends staged slots to holders, and recovers."""
+"""Redundancy in the agent: joins the peers, sends staged slots to holders, and finds copies."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
 
+from megatron_flashckpt.agent import slot_bytes
 from megatron_flashckpt.agent.peers import messages as m
-from megatron_flashckpt.agent.peers import recovery, slot_bytes
+from megatron_flashckpt.agent.peers import recovery
 from megatron_flashckpt.agent.peers.holdings import HoldError, Holdings
 from megatron_flashckpt.agent.peers.link import Link, SendRequest
-from megatron_flashckpt.agent.peers.messages import SlotDescriptor
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.agent.peers.transport import (
     Connection,
@@ -21,8 +22,10 @@ from megatron_flashckpt.agent.peers.transport import (
     new_context,
     new_identity,
 )
-from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
+from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
 from megatron_flashckpt.agent.rank_slots import RankSlots
+from megatron_flashckpt.agent.recovery import Copy
+from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
 from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slot import SlotHeader
@@ -40,20 +43,16 @@ class Redundancy:
         self,
         request: OpenPeers,
         own: Callable[[], dict[int, RankSlots]],
-        install: Callable[[int, RankSlots, Callable[[], bool]], bool],
     ) -> None:
         """Listen for the agents of other nodes; none is admitted before `join`.
 
         Args:
             own: returns the slots of this node's ranks.
-            install: gives recovered slots to a rank if the function returns True, or frees them;
-                returns that result.
 
         Raises:
             AgentError: the address is not one of this node, or the port is taken.
         """
         self._own = own
-        self._install = install
         self._threads = request.threads
         self._identity = request.identity or new_identity()
         #: True if this agent replaces another one, whose holdings are lost.
@@ -75,10 +74,7 @@ class Redundancy:
         self._descriptors: dict[tuple[int, str], SlotDescriptor] = {}
         # One thread, so that digests take at most one core from training.
         self._descriptor_thread = concurrent.futures.ThreadPoolExecutor(1, "label")
-        self._recoverers = concurrent.futures.ThreadPoolExecutor(request.threads, "recover")
-        self._recoveries: dict[int, concurrent.futures.Future[bool]] = {}
-        #: Ranks whose recovery their present trainer has not requested.
-        self._unrequested: set[int] = set()
+        self._askers = concurrent.futures.ThreadPoolExecutor(request.threads, "ask again")
 
     @property
     def opened(self) -> PeersOpened:
@@ -101,12 +97,12 @@ class Redundancy:
         if self._is_successor:
             self._is_successor = False
             for node in self._topology.contributors(plan.me):
-                self._recoverers.submit(self._ask_again, plan, node, True)
+                self._askers.submit(self._ask_again, plan, node, True)
 
     def close(self) -> None:
         """Stop at once, abandoning transfers."""
         self._descriptor_thread.shutdown(cancel_futures=True)
-        self._recoverers.shutdown(cancel_futures=True)
+        self._askers.shutdown(cancel_futures=True)
         with self._lock:
             links, self._links = self._links, {}
         for link in links.values():
@@ -281,63 +277,18 @@ class Redundancy:
 
     # ------------------------------------------------------------------ recovering
 
-    def recover(self, rank: int, request: Recover) -> bool:
-        """Return whether the recovery of a rank has ended; the first call starts it.
-
-        The rank's slots show the result.
-        """
+    def find(self, rank: int) -> dict[str, Copy]:
+        """Return by save the copies of a rank that the nodes of the job hold. Asks all nodes."""
         with self._lock:
-            future = self._recoveries.get(rank)
-            if future is None or (rank in self._unrequested and future.done()):
-                future = self._recoverers.submit(self._recover, rank, request)
-                self._recoveries[rank] = future
-            self._unrequested.discard(rank)
-        done, _ = concurrent.futures.wait([future], request.wait_s)
-        if done:
-            with self._lock:
-                if self._recoveries.get(rank) is future:
-                    del self._recoveries[rank]
-        return bool(done) and future.result()
-
-    def begin_trainer(self, rank: int) -> None:
-        """Note that the trainer which requested a recovery of the rank has a successor.
-
-        A running recovery continues, but its slots count only if the successor requests one, too:
-        the successor may have slots of its own by then.
-        """
-        with self._lock:
-            if rank in self._recoveries:
-                self._unrequested.add(rank)
-
-    def _recover(self, rank: int, request: Recover) -> bool:
-        """Recover a rank; return False if no trainer waited for the slots, which are freed."""
-        try:
-            with self._lock:
-                plan = self._plan
-            if plan is None:
-                return True
-            with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-                nodes = range(len(plan.nodes))
-                answers = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
-                replies = {node: reply for node, reply in enumerate(answers) if reply is not None}
-            hit("recover.asked")
-            by_save = recovery.plans(rank, replies)
-            slots = recovery.recover(
-                rank,
-                request.saves,
-                by_save,
-                lambda node: self._way(plan, node),
-                huge_pages=request.huge_pages,
-            )
-            if slots is not None:
-                if not self._install(rank, slots, lambda: rank not in self._unrequested):
-                    return False
-                hit("recover.installed")
-            elif not set(by_save).intersection(request.saves):
-                logger.warning("rank %d: no node has any of its requested checkpoints", rank)
-        except Exception:
-            logger.exception("rank %d: nothing was recovered from other nodes", rank)
-        return True
+            plan = self._plan
+        if plan is None:
+            return {}
+        with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+            nodes = range(len(plan.nodes))
+            answers = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
+            replies = {node: reply for node, reply in enumerate(answers) if reply is not None}
+        hit("recover.asked")
+        return recovery.copies(rank, replies, functools.partial(self._way, plan))
 
     def _gave_up(self, iteration: int, ranks: set[int]) -> None:
         """Make ranks contribute again to a parity that another rank's broken part has spoiled."""
@@ -352,7 +303,7 @@ class Redundancy:
         for node, peer in enumerate(plan.nodes if plan is not None else ()):
             if plan is not None and not ranks.isdisjoint(peer.ranks):
                 with contextlib.suppress(RuntimeError):  # closing
-                    self._recoverers.submit(self._ask_again, plan, node, False)
+                    self._askers.submit(self._ask_again, plan, node, False)
 
     def _ask_again(self, plan: JoinPeers, node: int, successor: bool) -> None:
         """Ask another node to send the parts again that this node held for it."""

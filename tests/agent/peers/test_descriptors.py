@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_flashckpt.agent.peers import slot_bytes
+from megatron_flashckpt.agent import slot_bytes
 from megatron_flashckpt.agent.peers.redundancy import Redundancy
 from megatron_flashckpt.agent.protocol import OpenPeers
 from megatron_flashckpt.agent.rank_slots import RankSlots
@@ -29,7 +29,7 @@ def slots() -> Iterator[RankSlots]:
 
 @pytest.fixture
 def peers(slots: RankSlots) -> Iterator[Redundancy]:
-    made = Redundancy(OpenPeers("127.0.0.1", 1), lambda: {0: slots}, lambda *_: True)
+    made = Redundancy(OpenPeers("127.0.0.1", 1), lambda: {0: slots})
     yield made
     made.close()
 

@@ -12,8 +12,9 @@ import pytest
 
 from megatron_flashckpt.agent.peers import holdings
 from megatron_flashckpt.agent.peers.holdings import HoldError, Holdings
-from megatron_flashckpt.agent.peers.messages import Held, SlotDescriptor
+from megatron_flashckpt.agent.peers.messages import Held
 from megatron_flashckpt.agent.peers.topology import ParityGroup, Part
+from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
 from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.file_format.run_object import Ancestor

@@ -9,19 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import xxhash
 
-from megatron_flashckpt.agent.peers.messages import CHUNK_NBYTES, SlotDescriptor
-from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES as DIGEST_NBYTES
-from megatron_flashckpt.file_format.shard_file import chunk_digest
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, SlotHeader, SlotState
+from megatron_flashckpt.memory.slot import (
+    COMPLETE,
+    EMPTY_HEADER,
+    SlabGeometry,
+    SlotHeader,
+    SlotState,
+)
 
 
-def steps(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield `(start, nbytes)` of the messages in which a range is sent."""
-    for position in range(start, end, CHUNK_NBYTES):
-        yield position, min(CHUNK_NBYTES, end - position)
+class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """Slot descriptor: facts with which a slot is rebuilt from its bytes and verified."""
+
+    rank: int
+    iteration: int
+    save_id: str
+    geometry: SlabGeometry
+    meta_nbytes: int
+    data_nbytes: int
+    meta_digest: str
+    digests: tuple[str, ...]
+    """Digests of the data, one per 4 MiB, as in a shard file."""
+    memory_only: bool
+    """The slot is not meant for storage."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.meta_nbytes + self.data_nbytes
 
 
 def header_of(slab: Slab, index: int) -> SlotHeader:
@@ -43,8 +62,8 @@ def descriptor_of(
     header = header_of(slab, index)
     meta_at, data_at = slab.geometry.meta_offset(index), slab.geometry.data_offset(index)
     taken = []
-    for start in range(0, header.data_nbytes if digests is None else 0, DIGEST_NBYTES):
-        end = min(start + DIGEST_NBYTES, header.data_nbytes)
+    for start in range(0, header.data_nbytes if digests is None else 0, CHUNK_NBYTES):
+        end = min(start + CHUNK_NBYTES, header.data_nbytes)
         chunk = _copy(slab, index, header.save_id, data_at + start, data_at + end)
         if chunk is None:
             return None
@@ -107,8 +126,8 @@ def damage(slab: Slab, index: int, descriptor: SlotDescriptor) -> str | None:
     if digest != descriptor.meta_digest:
         return f"description: digest {digest}, expected {descriptor.meta_digest}"
     for chunk, expected in enumerate(descriptor.digests):
-        start = data_at + chunk * DIGEST_NBYTES
-        end = min(start + DIGEST_NBYTES, data_at + descriptor.data_nbytes)
+        start = data_at + chunk * CHUNK_NBYTES
+        end = min(start + CHUNK_NBYTES, data_at + descriptor.data_nbytes)
         digest = chunk_digest(slab.memory[start:end])
         if digest != expected:
             return f"chunk {chunk}: digest {digest}, expected {expected}"

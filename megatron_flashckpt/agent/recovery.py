@@ -1,0 +1,158 @@
+"""Fills the slots of ranks whose memory is gone, from copies on local disks and other nodes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from megatron_flashckpt.agent import slot_bytes
+from megatron_flashckpt.agent.protocol import Recover
+from megatron_flashckpt.agent.rank_slots import RankSlots
+from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotHeader, SlotState
+
+logger = logging.getLogger(__name__)
+
+#: Ranks of a node that are recovered at the same time.
+_AT_ONCE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A copy of one checkpoint of a rank, from which a slot can be filled."""
+
+    descriptor: SlotDescriptor
+    place: str
+    """Where the copy is, for people."""
+    fill: Callable[[Slab, int], None]
+    """Writes the copy's bytes into a slot; raises `FlashCkptError` or `OSError`."""
+    is_in_slot: bool = False
+    """True if an agent that is alive has the checkpoint in a slot, where the rank staged it."""
+
+
+class Recoveries:
+    """Recoveries of this node's ranks. A trainer asks for one until that has ended."""
+
+    def __init__(
+        self,
+        find: Callable[[int], Mapping[str, Copy]],
+        install: Callable[[int, RankSlots, Callable[[], bool]], bool],
+    ) -> None:
+        """Recover nothing yet.
+
+        Args:
+            find: returns the copies of a rank's checkpoints, by save; may take long.
+            install: gives recovered slots to a rank if the function returns True, or frees them;
+                returns that result.
+        """
+        self._find = find
+        self._install = install
+        self._lock = threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "recover")
+        self._running: dict[int, concurrent.futures.Future[bool]] = {}
+        #: Ranks whose recovery their present trainer has not requested.
+        self._unrequested: set[int] = set()
+
+    def recover(self, rank: int, request: Recover) -> bool:
+        """Return whether the recovery of a rank has ended; the first call starts it.
+
+        The rank's slots show the result.
+        """
+        with self._lock:
+            future = self._running.get(rank)
+            if future is None or (rank in self._unrequested and future.done()):
+                future = self._pool.submit(self._recover, rank, request)
+                self._running[rank] = future
+            self._unrequested.discard(rank)
+        done, _ = concurrent.futures.wait([future], request.wait_s)
+        if done:
+            with self._lock:
+                if self._running.get(rank) is future:
+                    del self._running[rank]
+        return bool(done) and future.result()
+
+    def begin_trainer(self, rank: int) -> None:
+        """Note that the trainer which requested a recovery of the rank has a successor.
+
+        A running recovery continues, but its slots count only if the successor requests one, too:
+        the successor may have slots of its own by then.
+        """
+        with self._lock:
+            if rank in self._running:
+                self._unrequested.add(rank)
+
+    def close(self) -> None:
+        """Begin no more recoveries."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _recover(self, rank: int, request: Recover) -> bool:
+        """Recover a rank; return False if no trainer waited for the slots, which are freed."""
+        try:
+            copies = self._find(rank)
+            wanted = {save_id: copies[save_id] for save_id in request.saves if save_id in copies}
+            if not wanted:
+                logger.warning("rank %d: no node has any of its requested checkpoints", rank)
+                return True
+            slots = filled(rank, wanted.values(), huge_pages=request.huge_pages)
+            if slots is not None:
+                if not self._install(rank, slots, lambda: rank not in self._unrequested):
+                    return False
+                hit("recover.installed")
+        except Exception:  # the trainer waits for the end, and then loads what there is
+            logger.exception("rank %d: nothing was recovered", rank)
+        return True
+
+
+def filled(rank: int, copies: Collection[Copy], *, huge_pages: bool) -> RankSlots | None:
+    """Return slots with the newest of these checkpoints, verified; None if no copy is whole.
+
+    An incomplete or damaged copy is left out and logged.
+    """
+    chosen = sorted(copies, key=lambda copy: -copy.descriptor.iteration)
+    # All slabs of a rank have one geometry, unless the checkpoint grew; then the newest save
+    # decides.
+    geometry = chosen[0].descriptor.geometry
+    chosen = [copy for copy in chosen if copy.descriptor.geometry == geometry][: geometry.slots]
+    sizes = (geometry.slots, geometry.meta_capacity, geometry.data_capacity)
+    slab = Slab.create(*sizes, str(rank), huge_pages=huge_pages)
+    complete: dict[int, Copy] = {}
+    for index, copy in enumerate(reversed(chosen)):
+        descriptor, slot = copy.descriptor, slab.slots[index]
+        subject = (rank, descriptor.iteration, copy.place)
+        try:
+            copy.fill(slab, index)
+            damage = slot_bytes.damage(slab, index, descriptor)
+        except (FlashCkptError, OSError) as error:
+            damage = str(error)
+        if damage is not None:
+            logger.error("rank %d: iteration %d not recovered from %s: %s", *subject, damage)
+            continue
+        logger.info("rank %d: recovered iteration %d from %s", *subject)
+        hit("recover.filled")
+        # The bytes are verified; from here on, the slot's own digest covers the description.
+        slot.set_meta(slot_bytes.description(slab, index, descriptor))
+        slot.set_header(
+            SlotHeader(
+                SlotState.KEPT if descriptor.memory_only else SlotState.STAGED,
+                descriptor.iteration,
+                descriptor.save_id,
+                descriptor.meta_nbytes,
+                descriptor.data_nbytes,
+            )
+        )
+        complete[index] = copy
+    if not complete:
+        slab.close()
+        return None
+    slots = RankSlots(slab)
+    for index, copy in complete.items():
+        slots.infos[index].digests = copy.descriptor.digests
+        slots.infos[index].recovered = True
+        slots.infos[index].elsewhere = copy.is_in_slot
+    return slots

@@ -1,0 +1,183 @@
+"""Copies on a node's own disk: made first, whole or absent, and given to a rank without memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.config import Config, LocalTier
+from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.memory.slot import SlotState
+from tests.agent.conftest import Node
+from tests.support.stored import assert_intact, names_in
+from tests.support.trainer import (
+    FakeTrainer,
+    blocked_shard,
+    content,
+    eventually,
+    is_alive,
+    kill_agent,
+    new_save_id,
+    run_after,
+)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "nvme"
+
+
+@pytest.fixture
+def config(node: Node, disk: Path) -> Config:
+    return msgspec.structs.replace(node.config(), local_tier=LocalTier(directory=str(disk)))
+
+
+def copies_on(disk: Path) -> list[tuple[int, int]]:
+    """Return iteration and rank of each whole copy."""
+    found = [re.search(r"iter_(\d+)/.*\.rank_(\d+)\.slot", str(p)) for p in disk.rglob("*.slot")]
+    return sorted((int(match[1]), int(match[2])) for match in found if match)
+
+
+def lose_memory(trainers: list[FakeTrainer]) -> None:
+    """Kill the agent and its trainers, as a reboot does."""
+    kill_agent(trainers[0].client.agent_pid)
+    for trainer in trainers:
+        trainer.hang_up()
+
+
+def recovered(trainer: FakeTrainer, saves: list[str]) -> dict[int, bytes]:
+    """Return what a new process of a rank gets, by iteration."""
+    trainer.client.recover(tuple(saves))
+    return {offer.iteration: trainer.bytes_in(offer.slot) for offer in trainer.take()}
+
+
+def test_a_rank_whose_memory_is_lost_gets_its_checkpoints_from_disk(
+    node: Node, root: Path, config: Config, disk: Path
+) -> None:
+    """The newest one was for memory only, the older one was not written to storage yet."""
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    stored, kept = new_save_id(), new_save_id()
+    with blocked_shard(root, 4, 0, stored) as unblock:
+        for trainer in trainers:
+            trainer.stage(4, stored)
+            trainer.stage(6, kept, state=SlotState.KEPT)
+        eventually("the copies", lambda: copies_on(disk) == [(4, 0), (4, 1), (6, 0), (6, 1)])
+        lose_memory(trainers)
+        unblock()
+    assert not any(name.endswith(".end") for name in names_in(root))
+    again = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    assert [trainer.take() for trainer in again] == [(), ()]
+    for rank, trainer in enumerate(again):
+        nbytes = trainer.layout.nbytes
+        assert recovered(trainer, [kept, stored]) == {
+            iteration: content(rank, iteration, nbytes) for iteration in (4, 6)
+        }
+    # The save that the job resumes from is written and committed, as from memory.
+    for trainer in again:
+        trainer.join(run_after(stored, 4))
+    eventually("the commit", (root / TRACKER).exists)
+    assert_intact(root, 4, again)
+
+
+@pytest.mark.parametrize("part", ["safetensors", "slot"])
+def test_a_copy_with_a_flipped_bit_is_left_out(
+    node: Node, root: Path, config: Config, disk: Path, part: str
+) -> None:
+    trainer = node.trainer(root, config=config)
+    saves = [new_save_id(), new_save_id()]
+    for iteration, save_id in zip((5, 6), saves, strict=True):
+        trainer.keep(iteration, save_id)
+    eventually("the copies", lambda: copies_on(disk) == [(5, 0), (6, 0)])
+    lose_memory([trainer])
+    (damaged,) = disk.rglob(f"iter_0000006/*.{part}")
+    flipped = bytearray(damaged.read_bytes())
+    flipped[-9] ^= 16
+    damaged.write_bytes(flipped)
+    again = node.trainer(root, config=config)
+    assert recovered(again, saves) == {5: content(0, 5, again.layout.nbytes)}
+    assert str(damaged.parents[1]) in node.log(root).read_text()
+
+
+def test_a_node_keeps_the_newest_copies_of_the_history(
+    node: Node, root: Path, config: Config, disk: Path
+) -> None:
+    tier = msgspec.structs.replace(config.local_tier, keep=3)
+    config = msgspec.structs.replace(config, local_tier=tier)
+    trainer = node.trainer(root, config=config)
+    # A rank that runs on another node now.
+    departed = node.trainer(root, 1, 2, config=config)
+    departed.stage(1, new_save_id(), state=SlotState.KEPT)
+    eventually("the copy", lambda: copies_on(disk) == [(1, 1)])
+    saves = [new_save_id() for _ in range(4)]
+    for iteration, save_id in enumerate(saves, start=2):
+        assert trainer.keep(iteration, save_id).kept
+        eventually("the copy", lambda iteration=iteration: (iteration, 0) in copies_on(disk))
+        if iteration == 3:
+            assert (1, 1) in copies_on(disk), "rank 0 may yet complete its copy of iteration 1"
+    eventually("the end of old ones", lambda: copies_on(disk) == [(3, 0), (4, 0), (5, 0)])
+    lose_memory([trainer, departed])
+    # A run that resumes from iteration 4 leaves iteration 5 behind.
+    again = node.trainer(root, config=config)
+    assert set(recovered(again, saves)) == {4, 5}
+    again.join(run_after(saves[2], 4))
+    again.keep(6)
+    eventually("the end of the dead branch", lambda: copies_on(disk) == [(3, 0), (4, 0), (6, 0)])
+
+
+def test_a_save_goes_on_without_its_copy(node: Node, root: Path, disk: Path) -> None:
+    disk.write_text("a file")
+    config = msgspec.structs.replace(node.config(), local_tier=LocalTier(directory=str(disk)))
+    trainer = node.trainer(root, config=config)
+    assert trainer.save(3).error is None
+    assert_intact(root, 3, [trainer])
+    assert "rank 0: no local copy of iteration 3" in node.log(root).read_text()
+
+
+def test_copies_that_another_user_can_write_are_not_used(
+    node: Node, root: Path, config: Config, disk: Path
+) -> None:
+    trainer, save_id = node.trainer(root, config=config), new_save_id()
+    trainer.keep(3, save_id)
+    eventually("the copy", lambda: copies_on(disk) == [(3, 0)])
+    lose_memory([trainer])
+    (place,) = disk.iterdir()
+    os.chmod(place, 0o770)
+    again = node.trainer(root, config=config)
+    assert recovered(again, [save_id]) == {}
+    assert f"{place}: another user can write to it" in node.log(root).read_text()
+
+
+def test_an_orderly_end_of_the_job_leaves_no_copies(
+    node: Node, root: Path, config: Config, disk: Path
+) -> None:
+    trainer = node.trainer(root, config=config)
+    assert trainer.save(3).error is None
+    agent = trainer.client.agent_pid
+    assert copies_on(disk) == [(3, 0)]
+    trainer.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert [path for path in disk.rglob("*") if path.is_file()] == []
+
+
+def test_an_agent_killed_before_the_end_of_a_copy_leaves_none(
+    node: Node, root: Path, config: Config, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The local shard is durable, and nothing says so. The next copies remove it."""
+    monkeypatch.setenv("FLASHCKPT_FAULT", "agent:persist.durable:1:KILL")
+    trainer, save_id = node.trainer(root, config=config), new_save_id()
+    agent = trainer.client.agent_pid
+    monkeypatch.delenv("FLASHCKPT_FAULT")
+    trainer.stage(3, save_id)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    trainer.hang_up()
+    assert list(disk.rglob("*.safetensors"))
+    again = node.trainer(root, config=config)
+    assert recovered(again, [save_id]) == {}
+    for iteration in (4, 5, 6):
+        assert again.save(iteration).error is None
+    left = {path.parent.name for path in disk.rglob("*.safetensors")}
+    assert left == {"iter_0000005", "iter_0000006"}
