@@ -112,11 +112,16 @@ def test_a_refused_start_names_the_writer_and_changes_nothing(clock: Clock) -> N
 
 
 def test_a_start_passes_a_run_that_nobody_renews(clock: Clock) -> None:
-    """The times in the object have no effect, because clocks of hosts are not compared."""
+    """The times in the object have no effect, because clocks of hosts are not compared.
+
+    Neither has the interval of its renewals, which objects told before.
+    """
     store = MemoryStore()
-    alive.put(store, elsewhere(renewed_at=clock.now + 3600.0))
+    fields = msgspec.to_builtins(elsewhere(renewed_at=clock.now + 3600.0)) | {"interval_s": 3000.0}
+    store.put(alive_file(RUN), msgspec.json.encode(fields))
     start(store)
     assert clock.slept == pytest.approx(12.0, abs=0.5)
+    assert is_live(store) is None
 
 
 def test_a_start_does_not_wait_for_an_ended_process_of_this_machine(clock: Clock) -> None:
@@ -203,15 +208,6 @@ def test_a_run_that_begins_during_the_wait_is_awaited_too(clock: Clock) -> None:
         start(store)
 
 
-def test_no_object_can_lengthen_the_wait_for_a_run_that_nobody_renews(clock: Clock) -> None:
-    """Objects told the interval of their renewals before: a start waited for six of them."""
-    store = MemoryStore()
-    fields = msgspec.to_builtins(elsewhere()) | {"interval_s": 3000.0}
-    store.put(alive_file(RUN), msgspec.json.encode(fields))
-    start(store)
-    assert clock.slept == pytest.approx(12.0, abs=0.5)
-
-
 @pytest.mark.parametrize(
     "contents",
     [
@@ -232,17 +228,6 @@ def test_a_damaged_object_is_only_a_warning(
     assert clock.slept == 0
     with pytest.raises(CorruptCheckpointError):
         alive.decode(contents, "place")
-
-
-def test_the_object_shows_whether_a_job_is_live(clock: Clock) -> None:
-    store = MemoryStore()
-    assert is_live(store) is None
-    alive.put(store, elsewhere(RUN))
-    assert is_live(store) is None, "no agent renews it"
-    renew(clock, store, LATER)
-    live = is_live(store)
-    assert live is not None
-    assert live.run == LATER
 
 
 class _AwayStore(MemoryStore):

@@ -136,20 +136,6 @@ def test_a_later_run_with_another_timeout_does_not_end_a_save_early() -> None:
     assert rank.told == []
 
 
-def test_a_shard_that_is_not_visible_yet_only_delays_the_commit() -> None:
-    """Its record came from another node, and names may be late."""
-    committer, save = pending(1, {0: _Rank(RUN)}, RUN)
-    committer._node.trained_s = lambda _: None
-    save.metas[0] = persist(save.store, 10, SAVE, 0, 1, pieces_of(0, 1, "a weight", 10))
-    name = f"{save.directory}/{shard_name(0, SAVE)}"
-    shard = save.store.objects.pop(name)
-    seen = committer._carried_out(save, core.Commit())
-    assert seen == core.Unseen(seen.text)  # type: ignore[union-attr]
-    assert f"{shard_name(0, SAVE)} is missing" in seen.text
-    save.store.objects[name] = shard
-    assert committer._carried_out(save, core.Commit()) == core.Ended(End.COMMITTED, None, True)
-
-
 def test_a_save_whose_shards_are_gone_takes_its_end_as_soon_as_that_is_visible() -> None:
     """A janitor ended the save and removed its shard; the name of the end came late."""
     committer, save = pending(1, {0: _Rank(RUN)}, RUN)

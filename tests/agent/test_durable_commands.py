@@ -100,21 +100,6 @@ def test_a_killed_agent_s_command_runs_again_and_its_checkpoint_stays(
     eventually("what rules keep", lambda: kept() == ["iter_0000040"])
 
 
-def test_an_agent_without_trainers_stays_until_its_command_has_ended(
-    node: Node, root: Path, tmp_path: Path
-) -> None:
-    begun, go_on = tmp_path / "begun", tmp_path / "go-on"
-    trainer = start(node, root, f"touch {begun}; while [ ! -e {go_on} ]; do sleep 0.05; done")
-    assert trainer.save(10).error is None
-    trainer.hang_up(leave=True)
-    eventually("the command", begun.exists)
-    time.sleep(1.0)
-    agent = trainer.client.agent_pid
-    go_on.touch()
-    eventually("the end of the agent", lambda: not is_alive(agent))
-    assert not marks(root)
-
-
 def test_a_command_does_not_delay_the_write_of_what_only_memory_holds(
     node: Node, root: Path, tmp_path: Path
 ) -> None:

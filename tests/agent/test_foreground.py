@@ -143,12 +143,10 @@ def test_the_exit_status_of_a_foreground_agent_reports_unfinished_saves(
     assert "iteration 1 is not durable" in node.log(root).read_text()
 
 
-@pytest.mark.parametrize("first", ["foreground", "of a trainer"])
-def test_a_second_foreground_agent_ends_with_one_line_naming_the_first(
-    node: Node, root: Path, foreground: Foreground, first: str
+def test_a_foreground_agent_ends_with_one_line_naming_that_of_a_trainer(
+    node: Node, root: Path, foreground: Foreground
 ) -> None:
-    theirs = node.trainer(root).client.agent_pid if first == "of a trainer" else None
-    pid = theirs or foreground.agent().pid
+    pid = node.trainer(root).client.agent_pid
     status, lines = ended(foreground.command())
     assert status == 1
     (line,) = lines

@@ -139,10 +139,9 @@ def test_agents_of_two_nodes_write_the_newest_save_that_all_ranks_have(
 # ---------------------------------------------------------------------- a save after every step
 
 
-@ALSO_IN_A_BUCKET
 @pytest.mark.parametrize("seed", range(3))
 def test_a_trainer_killed_at_any_moment_of_saves_without_pause_leaves_its_newest_one(
-    node: Node, root: Path | str, seed: int
+    node: Node, root: Path, seed: int
 ) -> None:
     """No save waits for digests, so nothing but the slots' order protects the newest checkpoint."""
     random = np.random.default_rng(seed)

@@ -109,19 +109,6 @@ def test_of_two_starts_at_one_moment_one_is_refused_and_leaves_nothing(clock: Cl
     assert set(store.objects) == {run_file(1), alive_file("000001-aaaa")}
 
 
-def test_a_start_is_refused_by_a_run_that_has_begun_while_this_one_loaded(clock: Clock) -> None:  # noqa: F811
-    store = MemoryStore()
-    start = admission(store)
-    start.await_end()
-    put_object(store, 1, "000001-aaaa")
-    clock.every(2.0, lambda number: alive.put(store, elsewhere("000001-aaaa", number)))
-    alive.put(store, elsewhere("000001-aaaa"))
-    before = set(store.objects)
-    with pytest.raises(OtherWriterError):
-        runs.open_run(start, runs.new_run(None, (), "scratch", 1), agent_pid=ME)
-    assert set(store.objects) == before
-
-
 @pytest.mark.parametrize("policy", ["refuse", "take_over"])
 def test_a_start_takes_the_next_number_after_a_run_that_does_not_hold_it_up(
     policy: alive.Policy,

@@ -119,7 +119,8 @@ def test_the_settings_of_the_newest_run_apply_and_both_logs_name_them(
     save(ranks, 2, new_save_id(), staged=save_id)
 
     eventually("the history", lambda: history.read(PosixStore(root)))
-    assert "committed iteration 2" in path_in(str(root), platform.node()).read_text()
+    shared = path_in(str(root), platform.node())
+    eventually("the shared log", lambda: "committed iteration 2" in shared.read_text())
     assert list((node.runtime_dir.parent / "disk").rglob("iter_0000002/*.slot"))
     newest = file_names.iteration_dir(2)
     traces = root / "traces"

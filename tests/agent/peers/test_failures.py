@@ -52,24 +52,12 @@ def test_a_hung_partner_costs_one_warning_and_no_save(tmp_path: Path) -> None:
             )
         eventually("the warning", lambda: warnings(made, 0))
         assert "no answer within" in warnings(made, 0)[0]
+        assert "if this node is lost meanwhile, the job resumes from storage" in made.log(0)
         os.kill(hung, signal.SIGCONT)
         # No further save is needed: the agent sends the slot again.
         eventually(
             "the newest save is held", lambda: "rank 0: iteration 6 is held by" in made.log(0)
         )
-        assert len(warnings(made, 0)) == 1
-
-
-def test_a_partner_that_is_gone_costs_one_warning_and_no_save(tmp_path: Path) -> None:
-    with cluster(tmp_path, (1, 1)) as made:
-        made.start("copy", timeout_s=0.3)
-        made.kill_agent(1)
-        for iteration in range(1, 4):
-            made.trainers[0].stage(iteration, f"{iteration:012x}")
-            persisted = f"rank 0: persisted iteration {iteration}"
-            eventually("the shard", lambda line=persisted: line in made.log(0))
-        eventually("the warning", lambda: warnings(made, 0))
-        assert "if this node is lost meanwhile, the job resumes from storage" in made.log(0)
         assert len(warnings(made, 0)) == 1
 
 
@@ -237,20 +225,11 @@ def test_agents_with_peers_leave_no_process_or_file(tmp_path: Path) -> None:
         made.start("copy")
         save_all(made, 1)
         agents = [pid for node in made.nodes for pid in node.agents()]
+        mapped = Path(f"/proc/{agents[0]}/maps").read_text()
+        assert "zmq" in mapped
+        assert "numpy" not in mapped
         for trainer in made.trainers.values():
             trainer.hang_up(leave=True)
         for pid in agents:
             eventually("the end of the agent", lambda pid=pid: not is_alive(pid))
         assert [list(node.runtime_dir.iterdir()) for node in made.nodes] == [[], []]
-
-
-def test_an_agent_without_peers_loads_neither_zeromq_nor_numpy(tmp_path: Path) -> None:
-    with cluster(tmp_path, (1, 1)) as made:
-        made.start("copy")
-        trainer = made.nodes[0].trainer(tmp_path / "other")
-        assert trainer.save(1).error is None
-        with_peers = Path(f"/proc/{made.trainers[0].client.agent_pid}/maps").read_text()
-        without = Path(f"/proc/{trainer.client.agent_pid}/maps").read_text()
-        assert "zmq" in with_peers
-        assert "zmq" not in without
-        assert "numpy" not in without + with_peers

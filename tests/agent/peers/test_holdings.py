@@ -125,15 +125,6 @@ def test_reused_parity_memory_starts_from_zero() -> None:
         assert total == data[1]
 
 
-def test_a_save_older_than_every_held_save_is_declined() -> None:
-    held = Holdings()
-    for iteration in (20, 30):
-        give(held, (0,), 0, iteration, b"new")
-    with pytest.raises(HoldError, match="newer saves than that of iteration 10"):
-        give(held, (0,), 0, 10, b"old")
-    assert iterations(held, 0) == [20, 30]
-
-
 def test_a_run_with_fewer_slots_leaves_as_few_saves_held() -> None:
     """Before, the saves of the former run were held until the agent's end."""
     held = Holdings()
@@ -147,13 +138,6 @@ def test_a_run_with_fewer_slots_leaves_as_few_saves_held() -> None:
     give(held, (0,), 0, 50, b"c" * 3000, slots=1)
     assert iterations(held, 0) == [50]
     assert held.read((0,), save(50), 0, 3000) == b"c" * 3000
-
-
-def test_a_contribution_is_not_combined_twice() -> None:
-    held = Holdings()
-    assert give(held, (0,), 0, 10, b"data")
-    assert not give(held, (0,), 0, 10, b"data")
-    assert held.read((0,), save(10), 0, 4) == b"data"
 
 
 def test_another_part_of_the_same_save_replaces_the_former_part() -> None:
