@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import cells
 import extra_states
@@ -37,7 +36,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import distrib_optimizer, optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import (
     RerunDataIterator,
@@ -52,6 +50,7 @@ from megatron.training.training import (
     setup_model_and_optimizer,
     train_step,
 )
+from stand_ins import group_marks
 
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
@@ -124,13 +123,7 @@ class Job:
 
     def load_stock(self, directory: str, iteration: int, save: str) -> None:
         """Load by Megatron's own function, from its own format."""
-        # Identify groups as core 0.19 does. 0.17.1 gives all groups that share its four marks the
-        # settings of the last one.
-        marks = (*optimizer.param_group_identifier_keys, "max_lr", "min_lr", "eps")
-        with (
-            mock.patch.object(optimizer, "param_group_identifier_keys", marks),
-            mock.patch.object(distrib_optimizer, "param_group_identifier_keys", marks),
-        ):
+        with group_marks():
             self._load(stock.load_checkpoint, directory, iteration, save)
 
     def _load(

@@ -5,6 +5,7 @@
 --use-precision-aware-optimizer. `devices` distinguishes parameters on "the GPU" from host copies,
 as --optimizer-cpu-offload requires; the optimizer on top is Megatron's own. `gpu_random` is a GPU's
 random generator, whose state CUDA graphs can replay. `saving_loader` is a data loader with a state.
+`group_marks` stands for core 0.19, which has more marks of param groups.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import megatron.core.optimizer as optimizers
 import megatron.core.utils as core_utils
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import HybridDeviceOptimizer, distrib_optimizer, muon
+from megatron.core.optimizer import HybridDeviceOptimizer, distrib_optimizer, muon, optimizer
 from megatron.training import training
 from packaging.version import Version
 
@@ -223,7 +224,22 @@ def saving_loader() -> Iterator[None]:
         del kind.save_state
 
 
+@contextlib.contextmanager
+def group_marks() -> Iterator[None]:
+    """Identify param groups as core 0.19 does.
+
+    0.17.1 gives all groups that share its four marks the settings of the last one.
+    """
+    marks = (*optimizer.param_group_identifier_keys, "max_lr", "min_lr", "eps")
+    with (
+        mock.patch.object(optimizer, "param_group_identifier_keys", marks),
+        mock.patch.object(distrib_optimizer, "param_group_identifier_keys", marks),
+    ):
+        yield
+
+
 STAND_INS = {
+    "group_marks": group_marks,
     "saving_loader": saving_loader,
     "emerging": emerging,
     "fused_adam": fused_adam,
