@@ -213,19 +213,3 @@ def test_the_launcher_refuses_a_missing_script(entry_point: list[str]) -> None:
         "flashckpt-launch: no_such_script.py: no such script; give the path of a .py file, or -m "
         "and the name of a module\n"
     )
-
-
-def test_a_stock_run_continues_with_our_saves_without_conversion(
-    where: Path, stock: Result
-) -> None:
-    """Stock's own loader reads stock's checkpoint, and the next save is ours."""
-    moved = where / "moved"
-    job = [*MODEL, "--train-iters", "6", "--save", str(moved), "--save-interval", "2"]
-    job += ["--load", str(where / "stock"), "--ckpt-format", "torch"]
-    result = succeeded(
-        run_job(where, "moved", [*job, "--override-opt_param-scheduler"], ranks=RANKS)
-    )
-    assert "successfully loaded checkpoint" in result.log
-    assert sorted(result.losses()) == [5, 6]
-    assert (moved / "latest_checkpointed_iteration.txt").read_text() == "6"
-    assert ("weight", "embedding.word_embeddings.weight") in assemble(moved, 6)

@@ -80,15 +80,6 @@ def test_all_ranks_skip_a_save_without_free_slot_and_log_it_once(
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "8"
 
 
-@pytest.mark.second_tier
-def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
-    env = {"FLASHCKPT_ON_FAILURE": "raise", "FLASHCKPT_WAIT": "durable"}
-    result = failing_save(tmp_path, env=env)
-    assert result.returncode != 0
-    assert "SaveFailedError" in result.log
-    assert max(result.losses()) == 2
-
-
 def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
     """Train 12 iterations and save every second one; some files of the agents find no space."""
     save = tmp_path / "save"

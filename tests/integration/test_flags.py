@@ -35,7 +35,8 @@ from tests.support.megatron_jobs import assemble, committed, tensors
 #: Multi-token prediction with tied embeddings.
 _MTP = f"{TORCH} --num-layers 2 --mtp-num-layers 1 --position-embedding-type rope"
 #: Each job comes with `NAME-2`, which resumes from the middle of NAME.
-_AWARE = f"{DIST} --use-distributed-optimizer --use-precision-aware-optimizer"
+_SHARDED = f"{DIST} --use-distributed-optimizer"
+_AWARE = f"{_SHARDED} --use-precision-aware-optimizer"
 _OFFLOAD = f"{_AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
 _NON_PERSISTENT = (
     f"{DIST} --train-iters 6 --save-interval 3 --non-persistent-save-interval 1 "
@@ -173,6 +174,22 @@ OTHER = [
         options={"attributes": {"use_custom_fsdp": True}},
     ),
 ]
+#: Flags of a job that loads another optimizer's state, its source, and the flags that the error
+#: names. Stock refuses these loads, too, or reads the states in another type.
+OTHER_STATES = {
+    "aware-to-plain": (_SHARDED, "aware-bf16", "--use-precision-aware-optimizer --exp-avg-dtype"),
+    "another-type": (_AWARE, "aware-bf16", "--exp-avg-dtype bf16"),
+    "plain-type": (f"{_AWARE} --exp-avg-dtype bf16", "aware", "--exp-avg-dtype fp32"),
+}
+OTHER += [
+    Job(
+        name,
+        f"{flags} --load {{{source}}} --train-iters 6",
+        entry_points=("ours",),
+        options={"stand_in": "fused_adam"},
+    )
+    for name, (flags, source, _) in OTHER_STATES.items()
+]
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +325,13 @@ def test_scaled_optimizer_states_are_refused(runs: Runs) -> None:
     kind, message = runs["aware-fp16"]["ours"].ended
     assert kind == "UnsupportedError"
     assert "--exp-avg-dtype torch.float16" in message
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_the_error_names_the_flags_of_the_job_that_saved(runs: Runs, name: str) -> None:
+    ended = runs[name]["ours"].ended
+    assert ended[0] == "MissingStateError", ended
+    assert f"Start with {OTHER_STATES[name][2]}" in ended[1], ended[1]
 
 
 def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:

@@ -67,14 +67,6 @@ def test_a_crash_in_the_save_after_the_loop_resumes_from_memory(tmp_path: Path) 
     assert (tmp_path / "save" / TRACKER).read_text() == "5"
 
 
-def test_a_removed_directory_means_a_fresh_start(crashed: Path) -> None:
-    remove_tree(crashed / "save")
-    result = succeeded(train(crashed, "again"))
-    assert "was restored from" not in result.log
-    assert min(result.losses()) == 1
-    assert (crashed / "save" / TRACKER).read_text() == "6"
-
-
 def test_a_fresh_start_drops_the_newer_checkpoint_in_memory(crashed: Path) -> None:
     remove_tree(crashed / "save")
     assert train(crashed, "fresh", {"KILL": "0:4"}).returncode != 0
