@@ -184,11 +184,12 @@ def test_what_is_removed_while_it_loads_is_chosen_anew(
     candidates = opened(storage, [], fall_back=False)
     assert candidates.current == saved(6)
     remove(storage, 6)
-    track(storage, 4)
+    storage.create(f"{iteration_dir(5)}/{end_name(saved(5).save_id)}", b"a manifest")
+    track(storage, 5)
     with pytest.raises(NotCommittedError) as caught:
         open_stored(storage, saved(6), Config())
     candidates.refuse(caught.value)
-    assert candidates.current == saved(4)
+    assert candidates.current == saved(5)
     candidates.report()
     assert "DAMAGED" not in caplog.text
 
@@ -217,8 +218,8 @@ def test_an_error_other_than_damage_never_falls_back(
     with pytest.raises(type(error)) as caught:
         tried(storage, [], {"6": error})
     assert caught.value is error
-    # After any error in memory, the load tries storage.
-    assert tried(storage, [held(6), held(4)], {"memory 6": error}) == ["memory 6", "6"]
+    # After any error in memory, the load tries storage, and no other checkpoint in memory.
+    assert tried(storage, [held(9), held(8)], {"memory 9": error}) == ["memory 9", "6"]
 
 
 def test_training_never_starts_anew_because_memory_failed_to_load(

@@ -1,22 +1,27 @@
-"""Choices of a load: whose side state, memory or storage, and no damaged tensors that stay."""
+"""Choices of a load: whose side state, which copies, no damaged tensors that stay, and the run."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.load import side_state
+from megatron_flashckpt.layout.copies import CopyPlace, as_copy
+from megatron_flashckpt.load import resume, side_state
+from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.load_request import LoadRequest, refuse_mixture
 from megatron_flashckpt.load.saved_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.side_state import frame
-from tests.support.worlds import source, whole
+from tests.support.worlds import source, sources_of, whole
 
 #: TP1 PP2 DP2 EP2: the expert-parallel group consists of the replicas.
 SAVED = [
@@ -76,6 +81,15 @@ def test_a_side_state_outside_its_tensor_is_refused(
         SavedJob("the checkpoint", [held], []).rank_state(0)
 
 
+def test_copies_are_found_by_key_and_number_of_their_rank() -> None:
+    main = [whole("norm", kind, "F32", (8,), (0,), (8,)) for kind in ("weight", "master")]
+    places = [CopyPlace((0, rank), (2, 3)) for rank in (1, 2)]
+    ranks = [main, *([as_copy(piece, place) for piece in main] for place in places)]
+    job = SavedJob("here", sources_of(ranks), [Coordinates() for _ in ranks])
+    assert job.copies == {("norm", place.offset): place for place in places}
+    assert SavedJob("here", sources_of(ranks[:1]), [Coordinates()]).copies == {}
+
+
 def test_layers_that_moved_between_stages_get_their_extra_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -107,3 +121,12 @@ def test_an_older_checkpoint_must_hold_every_tensor_a_damaged_load_overwrote() -
     refuse_mixture(request, {moment, weight}, "older")
     with pytest.raises(MissingStateError, match="older: lacks exp_avg/w, which a damaged"):
         refuse_mixture(request, {weight}, "older")
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_job_that_only_evaluates_opens_no_run(trains: bool) -> None:
+    """A job that trains there would be overtaken, and a read-only directory would be an error."""
+    call, saves = mock.Mock(), mock.Mock()
+    call.job, call.policy = JobState(chunks=[], trains=trains), LoadPolicy()
+    resume._open_run(call, saves, Save(10, "000001-aaaa.00001.1"), (), None)
+    assert saves.runs.open.called is trains
