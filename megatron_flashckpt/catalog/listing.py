@@ -74,7 +74,7 @@ class IterationEntry:
     """Facts of the save that counts in this directory; None: no save is committed."""
 
 
-def save_directory(directory: str) -> Store:
+def save_directory(directory: str) -> RetryingStore:
     """Return the store of a save directory; it retries reads after transient errors.
 
     Args:

@@ -22,6 +22,7 @@ from megatron_flashckpt.cli.console import (
     human_size,
     human_time,
     progress_bar,
+    save_argument,
     say,
 )
 from megatron_flashckpt.convert.common.options import Options
@@ -30,7 +31,7 @@ from megatron_flashckpt.errors import ConfigError, UnsupportedError
 FORMATS = ("flashckpt", "torch_dist", "torch", "safetensors", "hf")
 #: Formats that hold weights only.
 _OF_WEIGHTS = ("safetensors", "hf")
-#: Formats that are read: those of `formats.SOURCES`, and directories of models.
+#: Formats that are read: ours, those of `formats.SOURCES`, and directories of models.
 SOURCES = ("flashckpt", "torch_dist", "dlrover", "torch", "hf")
 
 _SIZE = re.compile(r"(?P<number>\d{1,12})(?P<unit>[KMGT]?)(i?B)?", re.IGNORECASE)
@@ -47,9 +48,17 @@ def add_parser(subparsers: Any, iteration: Callable[[str], int]) -> None:
         "detected. The conversion runs on the CPU in one process, and needs torch and "
         "megatron-core.",
     )
-    parser.add_argument("source", metavar="SRC", type=_path, help="save directory to read")
     parser.add_argument(
-        "destination", metavar="DST", type=_path, help="save directory to write; created if missing"
+        "source",
+        metavar="SRC",
+        type=save_argument,
+        help="save directory to read; or its URL, where only flashckpt is read",
+    )
+    parser.add_argument(
+        "destination",
+        metavar="DST",
+        type=_path,
+        help="save directory to write, no URL; created if missing",
     )
     parser.add_argument(
         "--to",

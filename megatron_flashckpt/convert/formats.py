@@ -9,16 +9,15 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from megatron_flashckpt.catalog import foreign
+from megatron_flashckpt.catalog import foreign, listing
 from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.common.damage_check import refuse_damage
 from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.common.output_dir import RELEASE
 from megatron_flashckpt.convert.common.overlap import refuse_overlap
 from megatron_flashckpt.convert.readers.dlrover import is_dlrover, open_dlrover
 from megatron_flashckpt.convert.readers.flashckpt import is_ours, open_ours
@@ -39,43 +38,43 @@ from megatron_flashckpt.errors import (
     StorageError,
     UnsupportedError,
 )
-from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir, parse_iteration_dir
+from megatron_flashckpt.file_format.file_names import RELEASE, TRACKER, iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import is_legacy_gpt
 from megatron_flashckpt.megatron_lm.side_state import MEGATRON_STATE
-from megatron_flashckpt.storage.opening import open_store
-from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
+from megatron_flashckpt.storage.opening import is_url
+from megatron_flashckpt.storage.retrying_store import RetryingStore
 
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A format that can be read."""
+    """A format of another program, whose files only a file system can hold."""
 
     name: str
     recognises: Callable[[Path], bool]
     """Returns True for a checkpoint directory in this format."""
-    open: Callable[[RetryingStore, Path, int, Options], Contents]
-    """Returns the contents of a checkpoint, from its save directory, its own directory and its
-    iteration (0 for a release)."""
+    open: Callable[[Path, int, Options], Contents]
+    """Returns the contents of a checkpoint, from its own directory and its iteration (0 for a
+    release)."""
 
 
-def _with_retries(open_format: Callable[[Path, int, Options], Contents]) -> Any:
-    """Return `Source.open` for a reader that uses no storage: reads are retried as a whole."""
-
-    def open_with_retries(
-        store: RetryingStore, directory: Path, iteration: int, options: Options
-    ) -> Contents:
-        contents = _retry(store, directory, lambda: open_format(directory, iteration, options))
-        return dataclasses.replace(
-            contents,
-            tensors=[_retrying(tensor, store, directory) for tensor in contents.tensors],
-            doubles=tuple(_retrying(tensor, store, directory) for tensor in contents.doubles),
-        )
-
-    return open_with_retries
+def _open_with_retries(
+    open_format: Callable[[Path, int, Options], Contents],
+    store: RetryingStore,
+    directory: Path,
+    iteration: int,
+    options: Options,
+) -> Contents:
+    """Return what `open_format`, which uses no store, reads; its reads are retried as a whole."""
+    contents = _retry(store, directory, lambda: open_format(directory, iteration, options))
+    return dataclasses.replace(
+        contents,
+        tensors=[_retrying(tensor, store, directory) for tensor in contents.tensors],
+        doubles=tuple(_retrying(tensor, store, directory) for tensor in contents.doubles),
+    )
 
 
 def _retrying(tensor: GlobalTensor, store: RetryingStore, directory: Path) -> GlobalTensor:
@@ -105,25 +104,18 @@ def _retry(store: RetryingStore, directory: Path, attempt: Callable[[], _T]) -> 
         ) from error
 
 
-#: Formats in the order of their detection: the first that recognises a directory is used.
+#: Name of this package's format, which is also read from an object store.
+OURS = "flashckpt"
+#: Other formats in the order of their detection: the first that recognises a directory is used.
 SOURCES = (
-    Source(
-        "flashckpt",
-        is_ours,
-        lambda store, directory, iteration, options: open_ours(store, iteration, options),
-    ),
-    Source(
-        "torch_dist",
-        lambda directory: (directory / CONFIG).exists(),
-        _with_retries(open_torch_dist),
-    ),
-    Source("dlrover", is_dlrover, _with_retries(open_dlrover)),
-    Source("torch", is_legacy, _with_retries(open_legacy)),
+    Source("torch_dist", lambda directory: (directory / CONFIG).exists(), open_torch_dist),
+    Source("dlrover", is_dlrover, open_dlrover),
+    Source("torch", is_legacy, open_legacy),
 )
 
 #: Functions that write a checkpoint into a save directory (safetensors and hf: directly into DST).
 DESTINATIONS: dict[str, Callable[[Contents, Path, Options], Path]] = {
-    "flashckpt": write_ours,
+    OURS: write_ours,
     "torch_dist": write_torch_dist,
     "torch": write_legacy,
     "safetensors": write_safetensors,
@@ -136,11 +128,9 @@ class OpenCheckpoint:
     """A checkpoint that is open for conversion."""
 
     format: str
-    root: Path
-    """The save directory."""
-    directory: Path
-    """The checkpoint's directory."""
     contents: Contents
+    directories: tuple[Path, Path] | None
+    """The save directory and the checkpoint's directory; None for a checkpoint in a bucket."""
 
     @property
     def nbytes(self) -> int:
@@ -148,46 +138,69 @@ class OpenCheckpoint:
         return sum(tensor.nbytes for tensor in self.contents.tensors)
 
 
-def open_source(root: Path, iteration: int | None, options: Options) -> OpenCheckpoint:
+def open_source(root: Path | str, iteration: int | None, options: Options) -> OpenCheckpoint:
     """Open a checkpoint of any known format.
 
     Args:
-        root: a save directory.
+        root: a save directory, or its URL, where only checkpoints of this package are read.
         iteration: iteration to open; None for the one that the tracker names.
 
     Raises:
         NotCommittedError: no such checkpoint.
         FlashCkptError: the checkpoint cannot be converted; the message states the reason.
     """
-    store = RetryingStore(open_store(root), total_s=load_patience_s())
-    if _retry(store, root, lambda: is_hf(root)):
+    store = listing.save_directory(str(root))
+    path = None if is_url(root) else Path(root)
+    if path is not None and _retry(store, path, lambda: is_hf(path)):
         if iteration is not None:
             raise ConfigError(f"{root}: is a Hugging Face model; leave out --iteration {iteration}")
-        return OpenCheckpoint("hf", root, root, _with_retries(_open_hf)(store, root, 0, options))
-    directory, number = _directory(store, root, iteration)
+        contents = _open_with_retries(_open_hf, store, path, 0, options)
+        return OpenCheckpoint("hf", contents, (path, path))
+    number = _tracked(store) if iteration is None else _existing(store, iteration)
+    place = f"{root}/{iteration_dir(number)}"
+    directories = None if path is None else (path, path / iteration_dir(number))
+    with _named_arguments(place):
+        name, contents = _opened(store, directories and directories[1], number, options)
+    if not hasattr(contents.args, "__dict__"):
+        raise CorruptCheckpointError(
+            f"{place}: holds {contents.args!r} instead of training arguments; convert another "
+            "iteration"
+        )
+    if missing := [name for name in MEGATRON_STATE if name not in contents.common]:
+        raise CorruptCheckpointError(
+            f"{place}: its common state lacks {', '.join(missing)}; convert another iteration"
+        )
+    if options.weights_only:
+        contents = _weights_only(contents)
+    return OpenCheckpoint(name, contents, directories)
+
+
+def _opened(
+    store: RetryingStore, directory: Path | None, iteration: int, options: Options
+) -> tuple[str, Contents]:
+    """Return format and contents of an iteration, or of `RELEASE`.
+
+    Args:
+        directory: None in a bucket.
+
+    Raises:
+        NotCommittedError: no format is recognised, or one that cannot be read from a bucket.
+    """
+    if is_ours(store, iteration):
+        return OURS, open_ours(store, iteration, options)
+    place = f"{store.place}/{iteration_dir(iteration)}"
+    if directory is None:
+        raise NotCommittedError(
+            f"{place}: holds no committed checkpoint of megatron_flashckpt; copy a checkpoint of "
+            "another program to a directory, and convert that"
+        )
     for source in SOURCES:
         if _retry(store, directory, functools.partial(source.recognises, directory)):
-            with _named_arguments(str(directory)):
-                contents = source.open(store, directory, number, options)
-            if not hasattr(contents.args, "__dict__"):
-                raise CorruptCheckpointError(
-                    f"{directory}: holds {contents.args!r} instead of training arguments; convert "
-                    "another iteration"
-                )
-            if missing := [name for name in MEGATRON_STATE if name not in contents.common]:
-                raise CorruptCheckpointError(
-                    f"{directory}: its common state lacks {', '.join(missing)}; convert another "
-                    "iteration"
-                )
-            return OpenCheckpoint(
-                source.name,
-                root,
-                directory,
-                _weights_only(contents) if options.weights_only else contents,
-            )
-    known = ", ".join(source.name for source in SOURCES)
+            number = 0 if iteration == RELEASE else iteration
+            return source.name, _open_with_retries(source.open, store, directory, number, options)
+    known = ", ".join((OURS, *(source.name for source in SOURCES)))
     raise NotCommittedError(
-        f"{directory}: holds no checkpoint in a format that can be converted ({known}); "
+        f"{place}: holds no checkpoint in a format that can be converted ({known}); "
         "'flashckpt ls DIR' lists the checkpoints of a save directory"
     )
 
@@ -213,7 +226,8 @@ def convert(
         CorruptCheckpointError: the source's optimizer state does not match its weights.
         UnsupportedError: a job with this model could not load the result.
     """
-    refuse_overlap(opened.root, opened.directory, destination)
+    if opened.directories is not None:
+        refuse_overlap(*opened.directories, destination)
     contents = opened.contents
     if to == "torch_dist" and is_legacy_gpt(contents.args):
         raise UnsupportedError(
@@ -247,36 +261,34 @@ def _named_arguments(place: str) -> Iterator[None]:
         ) from error
 
 
-def _directory(store: RetryingStore, root: Path, iteration: int | None) -> tuple[Path, int]:
-    if iteration is not None:
-        if empty := foreign.dlrover_empty(store, iteration):
-            raise NotCommittedError(empty)
-        directory = root / iteration_dir(iteration)
-        if not _retry(store, directory, directory.is_dir):
-            raise NotCommittedError(
-                f"{directory}: does not exist; 'flashckpt ls DIR' lists the checkpoints of a save "
-                "directory"
-            )
-        return directory, iteration
-    tracker = root / TRACKER
-    iteration_of_root = parse_iteration_dir(root.absolute().name)
-    if iteration_of_root is not None and not tracker.exists():
+def _existing(store: RetryingStore, iteration: int) -> int:
+    """Return `iteration`, which has a directory."""
+    if empty := foreign.dlrover_empty(store, iteration):
+        raise NotCommittedError(empty)
+    directory = iteration_dir(iteration)
+    if store.stat(directory) is None:
         raise NotCommittedError(
-            f"{root}: is one checkpoint; give its save directory: "
-            f"{root.absolute().parent} --iteration {iteration_of_root}"
+            f"{store.place}/{directory}: does not exist; 'flashckpt ls DIR' lists the checkpoints "
+            "of a save directory"
         )
+    return iteration
+
+
+def _tracked(store: RetryingStore) -> int:
+    """Return the iteration that the tracker names, or `RELEASE`."""
+    tracker = f"{store.place}/{TRACKER}"
     text = tracker_text(store)
     if text is None:
         raise NotCommittedError(
             f"{tracker}: does not exist, so the iteration to convert is unknown; give Megatron's "
             "--save directory, or --iteration N"
         )
-    if text == RELEASE:
-        return root / RELEASE, 0
+    if text == iteration_dir(RELEASE):
+        return RELEASE
     number = iteration_in(text)
     if number is None:
         raise ConfigError(f"{tracker}: {text!r} is not an iteration; choose one with --iteration N")
-    return _directory(store, root, number)
+    return _existing(store, number)
 
 
 def _weights_only(contents: Contents) -> Contents:

@@ -43,8 +43,8 @@ def refuse_url(root: str | os.PathLike[str]) -> None:
     """
     if "://" in str(root):
         raise ConfigError(
-            f"{root}: is not a path, and object stores are not supported here yet; name a "
-            "directory on a file system that all nodes share"
+            f"{root}: is a URL, but 'flashckpt convert' writes files only; name a directory, and "
+            "copy the result to the bucket"
         )
     refuse_unusable(root)
 

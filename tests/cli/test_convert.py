@@ -16,7 +16,7 @@ from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.convert import FORMATS
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.safetensors_files import INDEX
-from megatron_flashckpt.convert.formats import DESTINATIONS, SOURCES, open_source
+from megatron_flashckpt.convert.formats import DESTINATIONS, OURS, SOURCES, open_source
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from megatron_flashckpt.file_format.file_names import TRACKER
@@ -39,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 def test_the_command_offers_every_format() -> None:
     assert set(FORMATS) == set(DESTINATIONS)
-    assert set(convert.SOURCES) == {source.name for source in SOURCES} | {"hf"}
+    assert set(convert.SOURCES) == {OURS, "hf", *(source.name for source in SOURCES)}
 
 
 def test_another_format_than_the_expected_one_is_refused(
@@ -82,7 +82,7 @@ def test_safetensors_are_written_directly_into_the_directory(
 def mistakes(save: Path) -> dict[str, tuple[int, list[object], str]]:
     other = save.parent / "other"
     return {
-        "no source": (1, [save / "no", other, "--to", "torch_dist"], "does not exist"),
+        "no source": (1, [save / "no", other, "--to", "torch_dist"], "is not a directory"),
         "one checkpoint": (
             1,
             [save / "iter_0000010", other, "--to", "torch_dist"],

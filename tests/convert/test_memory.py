@@ -15,6 +15,7 @@ from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import open_source
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
+from tests.cli.test_object_urls import copy
 from tests.convert.big import BOXES, contents
 from tests.convert.hf_files import make_model
 
@@ -27,10 +28,10 @@ from tests.convert.big import contents
 
 # Everything that is imported or allocated once.
 options = Options(memory_nbytes=32 << 20, shard_nbytes=64 << 20)
-source, small, result, to = map(Path, sys.argv[1:])
-convert(open_source(small, None, options), result / "small", to.name, options)
+source, small, result, to = sys.argv[1:]
+convert(open_source(small, None, options), Path(result, "small"), to, options)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert(open_source(source, None, options), result / "whole", to.name, options)
+convert(open_source(source, None, options), Path(result, "whole"), to, options)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
@@ -71,6 +72,15 @@ def test_a_conversion_holds_only_a_few_boxes_in_memory(
     small = sources / f"{source}-small"
     # The cache holds 32 MiB of chunks, and a box has 4 MiB.
     assert peak_of(MEASURED, whole, small, tmp_path, to) < 80 << 20
+
+
+def test_a_conversion_from_a_bucket_holds_only_a_few_boxes_in_memory(
+    tmp_path: Path, sources: Path, s3_url: str
+) -> None:
+    for name in ("small", "whole"):
+        copy(sources / f"flashckpt-{name}", f"{s3_url}/{name}")
+    urls = [f"{s3_url}/{name}" for name in ("whole", "small")]
+    assert peak_of(MEASURED, *urls, tmp_path, "torch_dist") < 80 << 20
 
 
 #: Peak of the second conversion, of a model to our format and back; the first is of a small model.

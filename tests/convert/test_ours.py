@@ -21,6 +21,7 @@ from megatron_flashckpt.catalog.lineage import Candidate, choose
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.formats import open_source
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError, OtherWriterError
@@ -51,6 +52,16 @@ def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     assert same(reopened.objects, made.objects)
     assert len(list(directory.glob("*.safetensors"))) > 4
     assert (tmp_path / TRACKER).read_text() == str(ITERATION)
+
+
+def test_a_release_of_ours_converts_under_the_iteration_that_it_holds(tmp_path: Path) -> None:
+    made = contents()
+    directory = write_ours(made, tmp_path, Options())
+    directory.rename(directory.with_name("release"))
+    (tmp_path / TRACKER).write_text("release")
+    reopened = open_source(tmp_path, None, Options())
+    assert (reopened.format, reopened.contents.iteration) == ("flashckpt", ITERATION)
+    assert differing(made.tensors, reopened.contents.tensors) == []
 
 
 def test_a_conversion_writes_an_intact_checkpoint_for_all_ranks(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -147,6 +148,9 @@ class Proxy:
     def __init__(self, port: int) -> None:
         self.requests: list[tuple[str, str]] = []
         """Method and path of each request so far."""
+        self.headers: list[Message] = []
+        """Headers of each request so far."""
+        self.lock = threading.Lock()
         self.fault_of: Callable[[str, str], Fault | None] = lambda method, path: None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, port))
         self._server.daemon_threads = True
@@ -165,7 +169,9 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def answer(self) -> None:
-            proxy.requests.append((self.command, self.path))
+            with proxy.lock:
+                proxy.requests.append((self.command, self.path))
+                proxy.headers.append(self.headers)
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             fault = proxy.fault_of(self.command, self.path)
             forwarded = self.forward(body) if fault is None or fault.reaches else None

@@ -7,17 +7,19 @@ import functools
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
+from megatron_flashckpt.catalog.stored_checkpoint import (
+    StoredCheckpoint,
+    ends_of,
+    open_checkpoint,
+)
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region, rounded
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.file_format.end import HEAD_NBYTES, End, kind_of
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, Shard
 from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, UNUSED, WEIGHT
@@ -45,22 +47,16 @@ _Name = tuple[str, str, tuple[int, ...]]
 """Kind, key, global shape."""
 
 
-def is_ours(directory: Path) -> bool:
-    """Return whether an iteration directory holds a committed save of ours, of any format."""
-    names = [path.name for path in directory.glob("*")]
-    return file_names.MANIFEST_OF_FORMAT_1 in names or any(
-        _is_committed(directory / file_names.end_name(save_id))
-        for save_id in file_names.ends_in(names)
-    )
-
-
-def _is_committed(end: Path) -> bool:
-    with end.open("rb") as file:
-        return kind_of(file.read(HEAD_NBYTES)) is End.COMMITTED
+def is_ours(store: Store, iteration: int) -> bool:
+    """Return whether an iteration has a committed save of ours, of any format."""
+    entries = store.list(file_names.iteration_dir(iteration), sizes=False)
+    names = {entry.name for entry in entries}
+    ends = ends_of(store, iteration, names)
+    return file_names.MANIFEST_OF_FORMAT_1 in names or None in ends.values()
 
 
 def open_ours(store: Store, iteration: int, options: Options) -> Contents:
-    """Return the committed checkpoint of `iteration`.
+    """Return the committed checkpoint of `iteration`, or of `file_names.RELEASE`.
 
     Raises:
         NotCommittedError: no such checkpoint.
@@ -94,7 +90,7 @@ def open_ours(store: Store, iteration: int, options: Options) -> Contents:
     optimizer = without_held(merge([state["optimizer"] for _, state in states]))
     return Contents(
         place=stored.place,
-        iteration=iteration,
+        iteration=stored.manifest.iteration,
         common=common,
         tensors=sorted(
             _with_weights(

@@ -1,0 +1,137 @@
+"""Conversion of a checkpoint in a bucket of a real S3 server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_flashckpt.cli.convert import FORMATS
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.formats import open_source
+from megatron_flashckpt.convert.writers.flashckpt import write_ours
+from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
+from tests.cli.conftest import Run, only_line
+from tests.cli.test_object_urls import copy
+from tests.convert import made, rebuilt
+from tests.support.object_server import LOSE, Proxy
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a model that every format takes."""
+    save = tmp_path_factory.mktemp("source") / "save"
+    write_ours(rebuilt.contents(rebuilt.arguments()), save, Options())
+    return save
+
+
+def tensors_of(result: Path, to: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of the result of a conversion, by kind and key."""
+    if to == "safetensors":
+        (file,) = result.glob("*.safetensors")
+        return load_file(file)
+    opened = open_source(result, None, Options(hf_config=rebuilt.TEMPLATE if to == "hf" else None))
+    return {tensor.name: made.whole(tensor) for tensor in opened.contents.tensors}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_copy_in_a_bucket_converts_like_the_directory(
+    run: Run, tmp_path: Path, save: Path, s3_url: str, to: str
+) -> None:
+    copy(save, s3_url)
+    options = ["--to", to, *rebuilt.options_of(to)]
+    local, remote = (
+        run("convert", source, tmp_path / name, *options)
+        for name, source in (("local", save), ("remote", s3_url))
+    )
+    assert (remote.status, remote.err) == (local.status, local.err) == (0, "")
+    assert remote.lines[0].replace(s3_url, str(save)) == local.lines[0]
+    expected = tensors_of(tmp_path / "local", to)
+    results = tensors_of(tmp_path / "remote", to)
+    assert results.keys() == expected.keys()
+    assert len(expected) > 10
+    for name, tensor in expected.items():
+        assert results[name].dtype == tensor.dtype, name
+        assert torch.equal(results[name], tensor), name
+
+
+def test_an_iteration_of_a_bucket_is_read_in_ranges_of_a_chunk_and_after_faults(
+    run: Run, tmp_path: Path, s3_url: str, s3_proxy: Proxy
+) -> None:
+    contents = made.contents()
+    shape = (3, 2**20)
+    generator = torch.Generator().manual_seed(7)
+    value = torch.randn(shape, generator=generator)
+    large = made.held("decoder.large.weight", "buffer", value, (((0, 0), shape),))
+    contents.tensors.append(large)
+    write_ours(contents, tmp_path / "save", Options())
+    copy(tmp_path / "save", s3_url)
+    lost = iter([LOSE, *3 * [None], LOSE])
+    s3_proxy.fault_of = lambda method, path: (
+        next(lost, None) if method == "GET" and path.endswith(".safetensors") else None
+    )
+    before = len(s3_proxy.requests)
+    to = tmp_path / "to"
+    ran = run("convert", s3_url, to, "--to", "flashckpt", "--iteration", made.ITERATION)
+    assert ran.status == 0, ran.err
+    assert made.differing(contents.tensors, open_source(to, None, Options()).contents.tensors) == []
+    assert next(lost, "both faults have struck") == "both faults have struck"
+    ranges = [
+        re.fullmatch(r"bytes=(\d+)-(\d+)", headers["Range"])
+        for (method, path), headers in zip(
+            s3_proxy.requests[before:], s3_proxy.headers[before:], strict=True
+        )
+        if method == "GET" and path.endswith(".safetensors")
+    ]
+    lengths = [int(match[2]) + 1 - int(match[1]) for match in ranges if match]
+    assert len(lengths) == len(ranges)
+    assert max(lengths) == CHUNK_NBYTES
+
+
+def test_a_changed_byte_in_a_bucket_ends_a_conversion_and_leaves_nothing(
+    run: Run, tmp_path: Path, save: Path, s3_url: str
+) -> None:
+    store = copy(save, s3_url)
+    (shard,) = (entry.name for entry in store.list("iter_0000010") if "rank_00000" in entry.name)
+    name = f"iter_0000010/{shard}"
+    data = bytearray(store.get(name))
+    data[-1] ^= 1
+    store.put(name, bytes(data))
+    only_line(
+        run("convert", s3_url, tmp_path / "to", "--to", "torch_dist"),
+        rf"{s3_url}/{name}, chunk 0 .*: digest .*; choose an older one with --iteration",
+    )
+    assert list((tmp_path / "to").rglob("*")) == []
+
+
+def test_what_cannot_be_converted_from_or_to_a_bucket_is_one_line(
+    run: Run,
+    tmp_path: Path,
+    save: Path,
+    s3_url: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    to = [tmp_path / "to", "--to", "torch_dist"]
+    write_torch_dist(made.contents(), tmp_path / "dist", Options())
+    copy(tmp_path / "dist", f"{s3_url}/dist")
+    only_line(
+        run("convert", f"{s3_url}/dist", *to),
+        rf"{s3_url}/dist/iter_0000010: holds no committed checkpoint of megatron_flashckpt; copy a "
+        "checkpoint of another program to a directory, and convert that",
+    )
+    only_line(run("convert", s3_url, *to), rf"{s3_url}/\S+: does not exist, so the iteration .*")
+    only_line(
+        run("convert", s3_url, *to, "--iteration", 4), rf"{s3_url}/iter_0000004: does not exist; .*"
+    )
+    with pytest.raises(SystemExit) as ended:
+        run("convert", save, s3_url, "--to", "torch_dist")
+    assert ended.value.code == 2
+    assert (
+        f"argument DST: {s3_url}: is a URL, but 'flashckpt convert' writes files only; name a "
+        "directory, and copy the result to the bucket\n"
+    ) in capsys.readouterr().err
+    assert not (tmp_path / "to").exists()
