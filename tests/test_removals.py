@@ -55,6 +55,7 @@ MAY_DELETE = {
     "agent.durable_commands": "the mark of a save whose command has ended",
     "catalog.history": "the oldest events, which no load reads",
     "convert.writers.flashckpt": "the run that it has opened in vain",
+    "cli.config_check": "its own file, under a random name",
     "save.probe": "its own file, under a random name",
 }
 

@@ -45,6 +45,7 @@ SECOND = (
     "agent/test_survival.py",
     "agent/test_trace_files.py",
     "agent/test_write_limits.py",
+    "cli/test_config_check.py",
     "cli/test_convert_urls.py",
     "cli/test_object_urls.py",
     "convert/test_hf_training.py",

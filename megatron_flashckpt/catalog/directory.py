@@ -228,8 +228,8 @@ def check_run_is_known(store: Store, save_id: str) -> None:
     if number and store.stat(run_file(number)) is None:
         raise StorageError(
             errno.ENOTCONN,
-            f"{store.place}: is away, or another directory is in its place, because it lacks "
-            f"{run_file(number)}: check this node's mount",
+            f"{store.place}: is away, or something else is in its place, because it lacks "
+            f"{run_file(number)}: {store.advice.away}",
         )
 
 

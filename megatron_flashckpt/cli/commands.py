@@ -1,8 +1,9 @@
 """Command line: inspect, verify, prune and convert a save directory; check the configuration.
 
-No command needs a GPU. Only `convert` needs torch; only `convert` and `prune` change files. Results
-go to stdout; each error is one line on stderr. Exit status: 0 success; 1 the checkpoint is damaged
-or missing, or the command failed; 2 wrong usage or configuration; 130 interrupted.
+No command needs a GPU. Only `convert` needs torch; only `convert` and `prune` change files, and
+`config check --save` removes those that it writes. Results go to stdout; each error is one line on
+stderr. Exit status: 0 success; 1 the checkpoint is damaged or missing, or the command failed; 2
+wrong usage or configuration; 130 interrupted.
 """
 
 from __future__ import annotations

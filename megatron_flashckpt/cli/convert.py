@@ -58,7 +58,7 @@ def add_parser(subparsers: Any, iteration: Callable[[str], int]) -> None:
         "destination",
         metavar="DST",
         type=_path,
-        help="save directory to write, no URL; created if missing",
+        help="save directory to write, not a URL; created if missing",
     )
     parser.add_argument(
         "--to",

@@ -21,6 +21,8 @@ TRACKED = f"{OWN}/tracker.json"
 HISTORY = f"{OWN}/history"
 RUNS = f"{OWN}/runs"
 ALIVE = f"{OWN}/alive"
+#: Names that the check of a save directory creates, and deletes again.
+PROBES = f"{OWN}/probe"
 #: The table of contents of format 1.
 MANIFEST_OF_FORMAT_1 = "manifest.json"
 #: The last commit that reads format 1, and converts it into Megatron's own formats.

@@ -18,10 +18,10 @@ from typing import TypeVar
 
 from megatron_flashckpt.collectives import run_and_gather, run_on_rank_0
 from megatron_flashckpt.errors import FlashCkptError, StorageError
-from megatron_flashckpt.file_format.file_names import OWN
+from megatron_flashckpt.file_format.file_names import PROBES
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.storage.store import Store
-from megatron_flashckpt.storage.store_probe import NEEDS, probe_store
+from megatron_flashckpt.storage.store_probe import probe_store
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ _POLL_S = (0.02, 1.0)
 #: Shorter visibility delays are not reported.
 _SLOW_S = 1.0
 _SHOWN = 8
-_DIRECTORY = f"{OWN}/probe"
 
 
 def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | None) -> None:
@@ -50,7 +49,7 @@ def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | No
             ranks.
     """
     is_probing = is_first_of_node and wait_s is not None
-    name = f"{_DIRECTORY}/{rank:05d}-{secrets.token_hex(4)}" if is_probing else None
+    name = f"{PROBES}/{rank:05d}-{secrets.token_hex(4)}" if is_probing else None
     # A short outage of storage must not end a job that has just started.
     retrying = RetryingStore(store)
     found: set[str] = set()
@@ -73,7 +72,7 @@ def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | No
             threading.Thread(target=_remove, args=(retrying, unused), daemon=True).start()
     if rank == 0 and seen_s > _SLOW_S:
         logger.warning(
-            "%s: files of other nodes became visible after %.1f s; every commit waits for that",
+            "%s: what other nodes wrote became visible after %.1f s; every commit waits for that",
             store.place,
             seen_s,
         )
@@ -89,14 +88,12 @@ def _await(store: Store, names: Sequence[str | None], wait_s: float) -> float:
         StorageError: names the ranks whose files were not seen within `wait_s`.
     """
     expected = {
-        name.removeprefix(f"{_DIRECTORY}/"): rank
-        for rank, name in enumerate(names)
-        if name is not None
+        name.removeprefix(f"{PROBES}/"): rank for rank, name in enumerate(names) if name is not None
     }
     began = time.monotonic()
     pause_s, longest_s = _POLL_S
     while True:
-        present = _within(_ANSWER_S, lambda: store.present(_DIRECTORY, expected), store)
+        present = _within(_ANSWER_S, lambda: store.present(PROBES, expected), store)
         waited_s = time.monotonic() - began
         missing = sorted(rank for name, rank in expected.items() if name not in present)
         if not missing:
@@ -106,18 +103,16 @@ def _await(store: Store, names: Sequence[str | None], wait_s: float) -> float:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise StorageError(
                 errno.ENOENT,
-                f"{store.place}: the node of rank 0 does not see the files of {len(missing)} of "
-                f"{len(expected)} nodes (those of ranks {shown}{more}) {wait_s:.0f} s after they "
-                "were written: each node has a directory of its own there, or files of other nodes "
-                f"become visible late; {NEEDS}; save elsewhere, mount it with a shorter attribute "
-                "cache (NFS: acdirmax), or raise 'probe_wait_s'",
+                f"{store.place}: the node of rank 0 does not see what {len(missing)} of "
+                f"{len(expected)} nodes (those of ranks {shown}{more}) have written {wait_s:.0f} s "
+                f"ago: {store.advice.unseen}",
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
 
 
 def _present(store: Store) -> list[str]:
-    return [f"{_DIRECTORY}/{entry.name}" for entry in store.list(_DIRECTORY, sizes=False)]
+    return [f"{PROBES}/{entry.name}" for entry in store.list(PROBES, sizes=False)]
 
 
 def _remove(store: Store, names: set[str]) -> None:
@@ -150,7 +145,6 @@ def _within(seconds: float, work: Callable[[], _T], store: Store) -> _T:
     if not results:
         raise StorageError(
             errno.ETIMEDOUT,
-            f"{store.place}: does not answer within {seconds:.0f} s; check the file system's "
-            "servers and this node's mount",
+            f"{store.place}: does not answer within {seconds:.0f} s; {store.advice.away}",
         )
     return results[0]

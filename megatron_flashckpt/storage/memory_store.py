@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
+from megatron_flashckpt.storage.advice import FILES
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 from megatron_flashckpt.storage.store import Entry, Kind, Pace, check_name, parent_of
 
@@ -47,6 +48,7 @@ class MemoryWriter:
 class MemoryStore:
     """See `storage.store.Store`. Directories are the prefixes of names."""
 
+    advice = FILES
     in_order = False
     pace = Pace(shortest_s=0.02, longest_s=1.0, most_per_s=math.inf)
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from megatron_flashckpt.errors import AlreadyExistsError, ConfigError, StorageError
 from megatron_flashckpt.failpoints import hit
+from megatron_flashckpt.storage.advice import OBJECTS
 from megatron_flashckpt.storage.object_writer import ObjectWriter
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen, cut
 from megatron_flashckpt.storage.store import Entry, Pace, check_name
@@ -54,6 +55,7 @@ class ObjectStore:
     paid for until a lifecycle rule of the bucket removes them.
     """
 
+    advice = OBJECTS
     in_order = True
     # S3 bears 5,500 reads per second of one prefix, and each one is paid for.
     pace = Pace(shortest_s=0.5, longest_s=5.0, most_per_s=500)

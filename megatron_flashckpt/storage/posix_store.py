@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from megatron_flashckpt.error_classes import is_unsupported, may_pass
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
+from megatron_flashckpt.storage.advice import FILES
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix_files import (
@@ -48,6 +49,7 @@ class PosixStore:
     removed with their directory, when it holds nothing else.
     """
 
+    advice = FILES
     in_order = False
     # Each look is an open and a lookup at a metadata server, which is busy with shards meanwhile.
     pace = Pace(shortest_s=0.02, longest_s=1.0, most_per_s=5_000)

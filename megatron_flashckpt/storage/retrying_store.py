@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from megatron_flashckpt import error_classes
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
+from megatron_flashckpt.storage.advice import Advice
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen, cut
 from megatron_flashckpt.storage.store import Entry, Pace, Store, Writer
 
@@ -87,6 +88,10 @@ class RetryingStore:
     @property
     def place(self) -> str:
         return self._store.place
+
+    @property
+    def advice(self) -> Advice:
+        return self._store.advice
 
     @property
     def pace(self) -> Pace:

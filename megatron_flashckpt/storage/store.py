@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
+from megatron_flashckpt.storage.advice import Advice
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 
 #: Type of an entry. `link`: a symbolic link, whatever its target. `other`: a pipe or a device.
@@ -62,6 +63,10 @@ class Store(Protocol):
     @property
     def place(self) -> str:
         """The root, for messages."""
+
+    @property
+    def advice(self) -> Advice:
+        """What messages about this kind of store advise."""
 
     @property
     def pace(self) -> Pace:

@@ -12,11 +12,6 @@ from megatron_flashckpt.storage.direct_io import ALIGNMENT
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.storage.store import Store, parent_of
 
-NEEDS = (
-    "saves need a file system that is shared by all nodes, creates a name for one process only, "
-    "and can write at any position of a file, or an object store with conditional puts"
-)
-
 
 def probe_store(store: Store, name: str) -> None:
     """Write, create, read, list and delete small objects as a save does; leave `name`.
@@ -36,27 +31,37 @@ def probe_store(store: Store, name: str) -> None:
     store = RetryingStore(store)
     action = ""
     try:
-        action = "write at any position of a file"
+        action = "write a large object"
         _write(store, shard)
         action = "create a name once"
         store.create(name, data)
         with contextlib.suppress(AlreadyExistsError):
             store.create(name, b"other")
-            _expect(False, store, name, "was created twice")
+            _expect(False, store, name, "a second create replaced it", store.advice.needs)
         action = "make a name durable"
         store.make_durable(name)
         action = "read what was written"
         _expect(store.get(name) == data, store, name, "holds other bytes than written")
-        action = "list a new file"
+        action = "list a new name"
         listed = {entry.name: entry.nbytes for entry in store.list(directory)}
         expected = {base: len(data), f"{base}.shard": 2 * ALIGNMENT}
-        _expect(expected.items() <= listed.items(), store, name, "is not listed in its size")
+        _expect(
+            expected.items() <= listed.items(),
+            store,
+            name,
+            "is not listed in its size",
+        )
         _expect(store.present(directory, [base]) == {base}, store, name, "is not found")
-        action = "replace a file"
+        action = "replace a name"
         for contents in (b"one", b"two"):
             store.put(last, contents)
-            _expect(store.get(last) == contents, store, last, "holds other bytes than written")
-        action = "delete a file"
+            _expect(
+                store.get(last) == contents,
+                store,
+                last,
+                "holds other bytes than written",
+            )
+        action = "delete a name"
         store.delete([shard, last])
         _expect(store.stat(shard) is None, store, shard, "was deleted, but still exists")
     except OSError as error:
@@ -64,8 +69,7 @@ def probe_store(store: Store, name: str) -> None:
             store.delete([shard, last])
         text = error.strerror if isinstance(error, StorageError) else str(error)
         raise StorageError(
-            error.errno,
-            f"{store.place}: this node cannot {action} in the save directory ({text}); {NEEDS}",
+            error.errno, f"{store.place}: this node cannot {action} ({text})"
         ) from error
 
 
@@ -88,6 +92,6 @@ def _write(store: RetryingStore, name: str) -> None:
     _expect(store.get(name) == memory, store, name, "holds other bytes than written")
 
 
-def _expect(is_so: bool, store: Store, name: str, fault: str) -> None:
+def _expect(is_so: bool, store: Store, name: str, fault: str, cure: str = "save elsewhere") -> None:
     if not is_so:
-        raise StorageError(errno.EIO, f"{store.place}/{name}: {fault}")
+        raise StorageError(errno.EIO, f"{store.place}/{name}: {fault}; {cure}")

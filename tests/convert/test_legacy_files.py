@@ -326,7 +326,7 @@ def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> N
     source = tmp_path / "source"
     whole, opened = (
         dict(vars(made.args)),
-        OpenCheckpoint("flashckpt", source, source / "iter_1", made),
+        OpenCheckpoint("flashckpt", made, (source, source / "iter_1")),
     )
     lacking = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
     for name in lacking:

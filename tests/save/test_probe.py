@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import json
-import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_flashckpt.catalog.directory import check_run_is_known
+from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.save import probe
 from megatron_flashckpt.storage import posix_store
+from megatron_flashckpt.storage.object_store import ObjectStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.posix_writer import PosixWriter
 from tests.support.forked.nursery import call_in_ranks
@@ -31,7 +34,7 @@ class _RefusingStore(PosixStore):
 
     def create(self, name: str, data: bytes) -> None:
         if self.refused == "create":
-            raise StorageError(errno.EPERM, os.strerror(errno.EPERM))
+            raise StorageError(errno.EPERM, class_of(errno.EPERM).remedy)
         super().create(name, data)
 
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
@@ -62,7 +65,7 @@ def test_a_refusal_names_the_operation_that_the_file_system_lacks(tmp_path: Path
     with pytest.raises(StorageError, match="cannot create a name once") as raised:
         check(_RefusingStore(root, "create"))
     assert str(root) in str(raised.value)
-    assert "shared by all nodes" in str(raised.value)
+    assert "the file system refuses the operation: save elsewhere" in str(raised.value)
     eventually("nothing is left", lambda: not left(root))
 
 
@@ -86,8 +89,6 @@ def test_a_write_that_fails_once_ends_no_start(
 def test_storage_that_hangs_is_refused_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     monkeypatch.setattr(probe, "_ANSWER_S", 0.2)
     healed = threading.Event()
     store = PosixStore(tmp_path)
@@ -97,6 +98,27 @@ def test_storage_that_hangs_is_refused_in_time(
             check(store)
     finally:
         healed.set()
+
+
+@pytest.mark.second_tier
+def test_messages_about_a_bucket_advise_nothing_about_files(s3_url: str) -> None:
+    store = ObjectStore(s3_url)
+    never = threading.Event()
+    messages = []
+    try:
+        for work in (
+            lambda: probe._within(0.2, lambda: never.wait(60.0), store),
+            lambda: probe._await(store, ["flashckpt/probe/00000-0123abcd"], 0.0),
+            lambda: check_run_is_known(store, "000007-0a1b.00001.1"),
+        ):
+            with pytest.raises(StorageError) as raised:
+                work()
+            messages.append(str(raised.value))
+    finally:
+        never.set()
+    for message, cure in zip(messages, ("endpoint", "AWS_*", "endpoint"), strict=True):
+        assert cure in message
+        assert not [word for word in ("mount", "directory", "file") if word in message], message
 
 
 # ---------------------------------------------------------------------- two nodes
@@ -161,7 +183,7 @@ def test_all_ranks_refuse_nodes_that_do_not_share_the_directory(
     for result in results:
         message = result[case]
         assert message is not None
-        assert "does not see the files of 1 of 2 nodes (those of ranks 1)" in message
+        assert "does not see what 1 of 2 nodes (those of ranks 1) have written 0 s ago" in message
         assert "a directory of its own" in message
 
 

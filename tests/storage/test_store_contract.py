@@ -610,7 +610,7 @@ class Late(MemoryStore):
 
 @pytest.mark.parametrize(
     ("store", "action"),
-    [(Overwriting("/there"), "create a name once"), (Late("/there"), "list a new file")],
+    [(Overwriting("/there"), "create a name once"), (Late("/there"), "list a new name")],
     ids=["not exclusive", "not listed"],
 )
 def test_the_probe_names_what_a_store_cannot_do(store, action):

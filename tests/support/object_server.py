@@ -151,6 +151,8 @@ class Proxy:
         self.headers: list[Message] = []
         """Headers of each request so far."""
         self.lock = threading.Lock()
+        self.hidden: str | None = None
+        """Header, in lower case, that the server does not get."""
         self.fault_of: Callable[[str, str], Fault | None] = lambda method, path: None
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, port))
         self._server.daemon_threads = True
@@ -201,6 +203,8 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             with contextlib.closing(connection):
                 connection.putrequest(self.command, self.path, True, True)
                 for name, value in self.headers.items():
+                    if name.lower() == proxy.hidden:
+                        continue
                     connection.putheader(name, value)
                 connection.endheaders(body)
                 response = connection.getresponse()
