@@ -283,6 +283,8 @@ def _storage_error(error: Exception, place: str, action: str) -> StorageError:
         )
     elif status >= 500 or status in (408, 409, 429):
         number, remedy = errno.EBUSY, "the server was busy for too long: try again"
+    elif "<Code>ExpiredToken</Code>" in text:
+        number, remedy = errno.EACCES, "get new credentials, and start the job again with them"
     elif status in (401, 403):
         number, remedy = errno.EACCES, _CREDENTIALS
     elif status == 404:

@@ -140,7 +140,10 @@ def test_an_agent_reaches_the_store_as_the_job_that_it_serves(
     ("fault", "said"),
     [
         (DROP, "no answer: check the network and the endpoint"),
-        (EXPIRED, "ExpiredToken: as asked); check the credentials of this process"),
+        (
+            EXPIRED,
+            "ExpiredToken: as asked); get new credentials, and start the job again with them",
+        ),
     ],
     ids=["the server is away", "the credentials have expired"],
 )
