@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
+import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,7 @@ from megatron_flashckpt.storage.object_store import ObjectStore
 from megatron_flashckpt.storage.opening import open_path_or_url
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from tests.support.object_server import (
+    BUCKET,
     CONFLICT,
     DROP,
     NOT_FOUND,
@@ -139,6 +143,50 @@ def test_an_upload_that_fails_is_aborted_and_leaves_no_object(store, s3_proxy, e
     writer.abandon()
     assert store.list("") == []
     assert any(method == "DELETE" and "uploadId" in path for method, path in s3_proxy.requests)
+
+
+@pytest.mark.parametrize("options", [False, True], ids=["as a rule", "with both options"])
+def test_the_variables_choose_what_protects_a_body_on_its_way(
+    s3_url, s3_proxy, monkeypatch, options
+):
+    """Signed with a SHA-256 of the body, or unsigned with the checksum that S3 itself keeps."""
+    if options:
+        monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
+        monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "crc64nvme")
+    store = ObjectStore(s3_url)
+    store.create("d/end", DATA)
+    data = bytes(range(256)) * 2**16  # two parts
+    writer = store.writer("d/shard", len(data))
+    writer.write_at(0, data)
+    writer.finish()
+    assert (store.get("d/end"), store.get("d/shard")) == (DATA, data)
+    sent = [
+        (path, headers)
+        for (method, path), headers in zip(s3_proxy.requests, s3_proxy.headers, strict=True)
+        if method == "PUT"
+    ]
+    assert len([path for path, _ in sent if "partNumber" in path]) == 2
+    assert len(sent) == 3
+    for path, headers in sent:
+        assert (headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD") is options, path
+        assert ("x-amz-checksum-crc64nvme" in headers) is options, path
+
+
+def test_a_server_takes_the_documented_rule_about_unfinished_uploads(moto_url):
+    import boto3
+
+    page = Path(__file__).parents[2] / "docs/how-to/object-stores.md"
+    (text,) = re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)
+    client = boto3.client("s3", region_name="us-east-1")
+    client.put_bucket_lifecycle_configuration(
+        Bucket=BUCKET, LifecycleConfiguration=json.loads(text)
+    )
+    (rule,) = client.get_bucket_lifecycle_configuration(Bucket=BUCKET)["Rules"]
+    assert (rule["Status"], rule["AbortIncompleteMultipartUpload"]) == (
+        "Enabled",
+        {"DaysAfterInitiation": 1},
+    )
+    client.delete_bucket_lifecycle(Bucket=BUCKET)
 
 
 # ---------------------------------------------------------------------- delete, directories
