@@ -38,13 +38,16 @@ def load_args_from_checkpoint(args: Any, *more: Any, **named: Any) -> Any:
     """
     from megatron_flashckpt.load import argument_source
     from megatron_flashckpt.megatron_lm import stock
+    from megatron_flashckpt.megatron_lm.compat import loads_by_msc
 
     module: Any = stock.checkpointing()
     original = stock.original("checkpointing", "load_args_from_checkpoint")
     bound = stock.bind(original, (args, *more), named)
     load_arg = bound.get("load_arg", "load")
     root = getattr(args, load_arg, None)
-    source = None if root is None else _source(root, getattr(args, "ckpt_step", None))
+    source = None
+    if root is not None and not loads_by_msc(args, root):
+        source = _source(root, getattr(args, "ckpt_step", None))
     argument_source.note(load_arg, None)
     if source is None:
         return original(args, *more, **named)

@@ -29,7 +29,7 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.file_format.shard_file import decode_header, header_nbytes
-from megatron_flashckpt.storage.opening import is_url, open_path_or_url
+from megatron_flashckpt.storage.opening import is_url, open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.store import Entry, Store
 
@@ -89,7 +89,7 @@ def save_directory(directory: str) -> RetryingStore:
         raise NotCommittedError(
             f"{directory!r}: names no directory; give Megatron's --save directory"
         )
-    store = RetryingStore(open_path_or_url(directory), total_s=load_patience_s())
+    store = RetryingStore(open_store(directory), total_s=load_patience_s())
     if not is_url(directory) and not store.with_retries(Path(directory).is_dir):
         raise NotCommittedError(
             f"{directory}: is not a directory; give Megatron's --save directory"

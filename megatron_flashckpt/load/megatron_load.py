@@ -15,7 +15,7 @@ from megatron_flashckpt.load import resume, training_state
 from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.loader import LoadedCheckpoint
 from megatron_flashckpt.megatron_lm import announcements, stock
-from megatron_flashckpt.megatron_lm.compat import feature, keeps_given_rates, takes
+from megatron_flashckpt.megatron_lm.compat import feature, keeps_given_rates, loads_by_msc, takes
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -35,9 +35,12 @@ def load(call: stock.LoadCall, margs: Any) -> tuple[int, Any] | None:
 
     Returns:
         `(iteration, floating point operations so far)`, as Megatron's own function; or None if the
-        directory holds no checkpoint, or one in Megatron's own formats.
+        directory holds no checkpoint, or one in Megatron's own formats, or only Megatron's own
+        client for storage knows it.
     """
     load_dir = getattr(margs, call.load_arg)
+    if loads_by_msc(margs, load_dir):
+        return None
     saves = session.checkpointer(margs.save) if margs.save else None
     is_concerned = saves is not None and session.startup(margs.save).concerns(call.optimizer)
     apply = _Apply(

@@ -27,6 +27,7 @@ from megatron_flashckpt.megatron_lm.stock import (
     original,
     stock_module,
 )
+from megatron_flashckpt.storage.opening import MSC
 
 #: Names in Megatron's `checkpointing` that every release has.
 _REQUIRED = (
@@ -113,6 +114,16 @@ def _missing_optional(stock: Any) -> Iterator[str]:
 def exists(module: str) -> bool:
     """Return whether `module` exists, without importing it."""
     return importlib.util.find_spec(module) is not None
+
+
+def loads_by_msc(args: Any, root: str | None) -> bool:
+    """Return whether `root` is loaded by Megatron, through NVIDIA's Multi-Storage Client.
+
+    Until core 0.17 `enable_msc` is set whether or not the client is installed. Without the client
+    Megatron takes `root` for a missing directory, and the job would start from scratch.
+    """
+    is_enabled = root is not None and root.startswith(MSC) and getattr(args, "enable_msc", False)
+    return bool(is_enabled) and exists("multistorageclient")
 
 
 def _parameters(args: Any) -> Iterator[str]:

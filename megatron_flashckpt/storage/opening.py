@@ -10,6 +10,9 @@ from megatron_flashckpt.storage.object_store import SCHEMES, ObjectStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
 
+#: Beginning of the paths of NVIDIA's Multi-Storage Client, which only Megatron's own load knows.
+MSC = "msc://"
+
 
 def is_url(root: str | os.PathLike[str]) -> bool:
     """Return whether `root` names an object store that this package can use."""
@@ -26,7 +29,7 @@ def refuse_unusable(root: str | os.PathLike[str]) -> None:
             to agents must be.
     """
     if "://" in str(root):
-        open_path_or_url(str(root))
+        open_store(root)
     try:
         str(root).encode()
     except UnicodeEncodeError as error:
@@ -62,18 +65,17 @@ def open_store(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Sto
         direct_io: decides whether files written by `Store.writer` bypass the page cache.
 
     Raises:
-        ConfigError: `root` is a URL that cannot be opened.
-    """
-    return ObjectStore(str(root)) if is_url(root) else PosixStore(root, direct_io)
-
-
-def open_path_or_url(root: str) -> Store:
-    """Return the store at `root`, which a person has written.
-
-    Raises:
         ConfigError: `root` is a URL of another kind, or cannot be opened.
     """
-    if "://" in root and not is_url(root):
+    if is_url(root):
+        return ObjectStore(str(root))
+    if str(root).startswith(MSC):
+        raise ConfigError(
+            f"{root}: is of NVIDIA's Multi-Storage Client, whose profiles are not read here; give "
+            "the URL of the profile's bucket, such as s3://BASE_PATH/..., and its endpoint and "
+            "credentials as variables"
+        )
+    if "://" in str(root):
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ConfigError(f"{root}: is of no known kind; use {known} or a path")
-    return open_store(root)
+    return PosixStore(root, direct_io)

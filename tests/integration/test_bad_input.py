@@ -137,6 +137,11 @@ class CasesJob:
                 "args": {"load": str(tmp_path / "nowhere")},
             },
             {
+                "name": "of_another_client",
+                "call": "load",
+                "args": {"load": "msc://profile/job", "enable_msc": True},
+            },
+            {
                 "name": "save_into_a_file",
                 "call": "save",
                 "iteration": 5,
@@ -232,6 +237,16 @@ def test_a_missing_directory_starts_from_random_as_stock_does(ran: CasesJob) -> 
     for event in ran.of("no_such_directory"):
         assert (event["result"], event["error"]) == (0, None)
     assert "will not load any checkpoints and will start from random" in ran.result.log
+
+
+def test_a_path_of_a_client_that_is_not_installed_starts_nothing_from_scratch(
+    ran: CasesJob,
+) -> None:
+    """Megatron itself takes it for a missing directory."""
+    for event in ran.of("of_another_client"):
+        name, message = event["error"]
+        assert name == "ConfigError"
+        assert "msc://profile/job: is of NVIDIA's Multi-Storage Client" in message
 
 
 def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: CasesJob) -> None:

@@ -16,7 +16,7 @@ from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import AlreadyExistsError, ConfigError, StorageError
 from megatron_flashckpt.storage import object_store, retrying_store
 from megatron_flashckpt.storage.object_store import ObjectStore
-from megatron_flashckpt.storage.opening import open_path_or_url
+from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from tests.support.object_server import (
     BUCKET,
@@ -271,16 +271,21 @@ def test_credentials_that_nobody_gives_are_named(s3_url, s3_proxy, monkeypatch):
 def test_a_url_that_cannot_be_opened_is_a_wrong_setting(s3_proxy, monkeypatch, url):
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(ConfigError, match=f"{url}: cannot be opened"):
-        open_path_or_url(url)
+        open_store(url)
 
 
-@pytest.mark.parametrize("url", ["msc://profile/x", "http://host/x", "memory://x"])
+@pytest.mark.parametrize("url", ["http://host/x", "memory://x"])
 def test_a_url_of_another_kind_names_the_kinds_there_are(url):
     with pytest.raises(ConfigError, match="is of no known kind; use s3://, gs://, az://"):
-        open_path_or_url(url)
+        open_store(url)
+
+
+def test_a_profile_of_another_client_names_what_to_give_instead():
+    with pytest.raises(ConfigError, match=r"msc://profile/x: is of NVIDIA's .* s3://BASE_PATH"):
+        open_store("msc://profile/x")
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(ConfigError, match=r"run 'pip install megatron_flashckpt\[object\]'"):
-        open_path_or_url("s3://bucket/save")
+        open_store("s3://bucket/save")
