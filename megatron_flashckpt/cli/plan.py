@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import typing
-from collections.abc import Iterator
 
 import msgspec
 from rich.console import Console
@@ -13,7 +12,6 @@ from rich.console import Console
 from megatron_flashckpt.catalog import history, listing
 from megatron_flashckpt.catalog.measured_job import measured
 from megatron_flashckpt.cli.console import (
-    Columns,
     complain,
     counted,
     human_size,
@@ -23,6 +21,7 @@ from megatron_flashckpt.cli.console import (
     print_table,
     say,
 )
+from megatron_flashckpt.cli.plan_memory import print_host_memory
 from megatron_flashckpt.config import Config, Redundancy, Weights
 from megatron_flashckpt.errors import ConfigError, NotCommittedError
 from megatron_flashckpt.megatron_lm import served
@@ -188,7 +187,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
     else:
         _print(result, cluster, args.redundancy, assumed, out)
         out.print()
-        _print_host_memory(choices, cluster, out)
+        print_host_memory(choices, cluster, out)
         for note in notes:
             complain(f"note: {note}", 0)
     if not result.fits:
@@ -283,35 +282,6 @@ def _host_memory(args: argparse.Namespace, cluster: Cluster) -> list[HostMemory]
             if redundancy == "none" or gpus > cluster.gpus_per_node
         ]
     return results
-
-
-def _print_host_memory(choices: list[HostMemory], cluster: Cluster, out: Console) -> None:
-    """Print a table: a row per number of GPUs, a column per choice of settings."""
-    say(
-        out,
-        "host memory per node, by slots and redundancy; !: more than the node's "
-        f"{cluster.host_memory_gb:g} GB",
-    )
-    print_table(out, _tables_of_memory(choices))
-
-
-def _tables_of_memory(choices: list[HostMemory]) -> Iterator[Columns]:
-    """Yield the table with whole titles, then the one for narrow terminals."""
-    settings = [(slots, kind) for slots in (1, 2) for kind in typing.get_args(Redundancy)]
-    gpus = sorted({choice.gpus for choice in choices})
-    known = {(choice.gpus, choice.slots, choice.redundancy): choice for choice in choices}
-    for title in ("{slots}, {kind}", "{number} {kind}"):
-        columns = {"GPUs": [f"{number:,}" for number in gpus]}
-        for slots, kind in settings:
-            name = title.format(slots=counted(slots, "slot"), number=slots, kind=kind)
-            columns[name] = [_cell(known.get((number, slots, kind))) for number in gpus]
-        yield columns
-
-
-def _cell(choice: HostMemory | None) -> str:
-    if choice is None:  # redundancy needs a second node
-        return "-"
-    return human_size(int(choice.nbytes)) + ("" if choice.fits else "!")
 
 
 def sizes_of(
