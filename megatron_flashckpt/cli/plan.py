@@ -11,6 +11,7 @@ from rich.console import Console
 
 from megatron_flashckpt.catalog import history, listing
 from megatron_flashckpt.catalog.measured_job import measured
+from megatron_flashckpt.cli import plan_store
 from megatron_flashckpt.cli.console import (
     complain,
     counted,
@@ -40,6 +41,7 @@ from megatron_flashckpt.sizing.cluster_model import (
     plan,
     sizes,
 )
+from megatron_flashckpt.sizing.store_requests import StoreUse
 
 #: Rows of the host-memory table: numbers of GPUs relative to the job's.
 _TIMES = (0.25, 0.5, 1, 2, 4)
@@ -69,6 +71,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     assumed: list[str]
     """Sizes that the command line does not give."""
     notes: list[str]
+    store: StoreUse | None
+    """None unless the job's `--save` is the URL of an object store."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -123,6 +127,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             metavar="N" if kind is int else "X",
             help=f"{meta.description} (default: {field.default:g})",
         )
+    plan_store.add_arguments(parser)
     parser.add_argument(
         "megatron",
         metavar="-- MEGATRON ARGUMENTS",
@@ -174,6 +179,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
     )
     assumed = _assumptions(args, megatron)
     choices = _host_memory(args, cluster)
+    store = plan_store.planned(args, megatron.save, result)
     if args.json:
         figures = Figures(
             plan=result,
@@ -182,10 +188,12 @@ def run(args: argparse.Namespace, out: Console) -> int:
             host_memory=choices,
             assumed=assumed,
             notes=notes,
+            store=store,
         )
         say(out, json.dumps(msgspec.to_builtins(figures), indent=2))
     else:
         _print(result, cluster, args.redundancy, assumed, out)
+        plan_store.print_use(store, out)
         out.print()
         print_host_memory(choices, cluster, out)
         for note in notes:

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("tensor", "pipeline", "expert"):
         parser.add_argument(f"--{name}-model-parallel-size", type=_count, default=1)
     parser.add_argument("--make-vocab-size-divisible-by", type=_count, default=128)
-    for name in ("tokenizer-type", "pipeline-model-parallel-layout", "logits-save-dir"):
+    for name in ("tokenizer-type", "pipeline-model-parallel-layout", "logits-save-dir", "save"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--normalization", default="LayerNorm")
     parser.add_argument("--position-embedding-type", default="learned_absolute")

@@ -48,6 +48,11 @@ _CREDENTIALS = (
 )
 
 
+def part_nbytes(nbytes: int) -> int:
+    """Return the bytes of each part of an upload of `nbytes`, but for the last one."""
+    return max(_PART_NBYTES, -(-nbytes // _MOST_PARTS))
+
+
 class ObjectStore:
     """See `storage.store.Store`. Nothing is asked of the server until the first call.
 
@@ -176,7 +181,7 @@ class ObjectStore:
                 self._part_client.put(
                     name,
                     chunks,
-                    chunk_size=max(_PART_NBYTES, -(-nbytes // _MOST_PARTS)),
+                    chunk_size=part_nbytes(nbytes),
                     max_concurrency=_PARTS_AT_A_TIME,
                 )
 

@@ -14,6 +14,7 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import ALIVE, alive_file, run_file
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.sizing.store_requests import of_a_save
 from megatron_flashckpt.storage.object_store import ObjectStore
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
@@ -165,3 +166,27 @@ def test_saves_fail_while_the_server_refuses_all_and_commit_afterwards(
         assert trainer.outcome(within_s=60.0).error is None
         assert_intact(s3_url, 3, [trainer])
         assert committed_iterations(ObjectStore(s3_url)) == [1, 3]
+
+
+def test_a_plan_counts_the_requests_of_a_save(node: Node, s3_url: str, s3_proxy: Proxy) -> None:
+    def removals() -> int:
+        """Return how often records of saves were removed, which is the end of a save's requests."""
+        return sum("?delete" in path for _, path in s3_proxy.requests)
+
+    trainer = node.trainer(s3_url)
+    trainer.open_run()
+    assert trainer.save(1).error is None  # finds no earlier checkpoint
+    eventually("the removal", lambda: removals() == 1)
+    before = len(s3_proxy.requests)
+    assert trainer.save(2).error is None
+    eventually("the removal", lambda: removals() == 2)
+    asked = [
+        (method, path)
+        for method, path in s3_proxy.requests[before:]
+        if not any(name in path for name in ("alive", "?delete"))
+    ]
+    writes = [pair for pair in asked if pair[0] in ("PUT", "POST") or "list-type" in pair[1]]
+    plan = of_a_save(ranks=1, nodes=1, parts=1, waiting_s=0.0, longest_pause_s=5.0)
+    assert 0.7 * plan.writes <= len(writes) <= 1.4 * plan.writes
+    assert 0.7 * plan.reads <= len(asked) - len(writes) <= 1.6 * plan.reads
+    trainer.hang_up(leave=True)

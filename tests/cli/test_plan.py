@@ -179,3 +179,32 @@ def test_figures_are_taken_from_the_history_of_a_job_unless_they_are_given(
     status, _, errors = run(capsys, "--bf16", "--measured", str(empty))
     assert status == 1
     assert f"{empty}: no run has two committed saves in its history" in errors[0]
+
+
+STORED = "--bf16 --use-distributed-optimizer --save s3://bucket/job"
+
+
+def test_a_job_that_saves_to_a_bucket_gets_requests_and_their_price(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "object store" not in run(capsys, STORED.replace("s3://bucket", "/ckpt"))[1]
+    status, out, err = run(capsys, STORED)
+    assert (status, err) == (0, [])
+    (line,) = (line for line in out.splitlines() if line.startswith("object store: "))
+    assert re.fullmatch(
+        r"object store: at most [\d,]+ writes and [\d,]+ reads per save, .* per save and node, .* "
+        r"per day; requests cost \$[\d,.]+ per day, .* per day are sent, and one checkpoint costs "
+        r"\$[\d.,]+ per month for which it is kept",
+        line,
+    )
+    use, free = (
+        json.loads(run(capsys, STORED, "--json", *options)[1])["store"]
+        for options in ([], ["--usd-per-1000-writes", "0", "--usd-per-1000-reads", "0"])
+    )
+    # Each of 8 ranks stores 1e9 parameters of 14 bytes, in parts of 8 MiB.
+    assert use["per_save"]["writes"] >= 8 * (14e9 / 2**23)
+    assert use["usd_per_day"] > 0
+    assert (free["usd_per_day"], free["per_day"]) == (0, use["per_day"])
+    status, _, err = run(capsys, STORED, "--usd-per-gb-month", "-1")
+    assert status == 2
+    assert err == ["flashckpt: --usd-per-gb-month: -1 is not a price; give 0 or more"]
