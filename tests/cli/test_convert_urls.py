@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,35 @@ def test_an_iteration_of_a_bucket_is_read_in_ranges_of_a_chunk_and_after_faults(
     lengths = [int(match[2]) + 1 - int(match[1]) for match in ranges if match]
     assert len(lengths) == len(ranges)
     assert max(lengths) == CHUNK_NBYTES
+
+
+def test_several_chunks_of_a_box_are_read_from_a_bucket_at_a_time(
+    run: Run, tmp_path: Path, s3_url: str, s3_proxy: Proxy
+) -> None:
+    contents = made.contents()
+    shape = (12, CHUNK_NBYTES)
+    value = torch.arange(12, dtype=torch.uint8)[:, None].expand(shape)
+    contents.tensors.append(made.held("decoder.large.weight", "buffer", value, (((0, 0), shape),)))
+    write_ours(contents, tmp_path / "save", Options())
+    copy(tmp_path / "save", s3_url)
+    lock, under_way, most = threading.Lock(), [], threading.Event()
+
+    def wait_for_others(method: str, path: str) -> None:
+        """Answer a read of a shard when four are under way, or after a while."""
+        if method == "GET" and path.endswith(".safetensors"):
+            with lock:
+                under_way.append(path)
+                if len(under_way) >= 4:
+                    most.set()
+            most.wait(0.2)
+            with lock:
+                under_way.pop()
+
+    s3_proxy.fault_of = wait_for_others
+    assert run("convert", s3_url, tmp_path / "to", "--to", "flashckpt").status == 0
+    assert most.is_set()
+    results = open_source(tmp_path / "to", None, Options()).contents.tensors
+    assert made.differing(contents.tensors, results) == []
 
 
 def test_a_changed_byte_in_a_bucket_ends_a_conversion_and_leaves_nothing(

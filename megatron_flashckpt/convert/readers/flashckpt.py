@@ -20,7 +20,7 @@ from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, r
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, Shard
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, UNUSED, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
@@ -28,6 +28,7 @@ from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.hyper_parameters import merge, without_held
 from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
+from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.store import Store
 
 #: Headers of shard files in the cache, at most.
@@ -169,8 +170,9 @@ def _global_tensor(
     def read_box(box: Box) -> torch.Tensor:
         dtype = dtypes[box]
         box_bytes = bytearray(math.prod(box[1]) * dtype.itemsize)
-        for run in boxes[box]:
-            low, high = run.start * dtype.itemsize, run.end * dtype.itemsize
+        ranges = [(run, run.start * dtype.itemsize, run.end * dtype.itemsize) for run in boxes[box]]
+        chunks.fetch([(run.rank, run.byte_offset, high - low) for run, low, high in ranges])
+        for run, low, high in ranges:
             box_bytes[low:high] = chunks.read(run.rank, run.byte_offset, high - low)
         if not box_bytes:
             return torch.empty(box[1], dtype=dtype)
@@ -232,7 +234,27 @@ class _Chunks:
         self._stored = stored
         self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
         self._free = budget_nbytes
+        #: Chunks that fit into the cache at a time.
+        self._fitting = budget_nbytes // CHUNK_NBYTES
         self._shard = functools.lru_cache(_KEPT_HEADERS)(stored.shard)
+
+    def fetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Read the chunks of a box, given as arguments of `read`, as far as they fit.
+
+        A bucket answers each request late, so several are under way there at a time.
+
+        Raises:
+            CorruptCheckpointError: as `read`.
+        """
+        names = dict.fromkeys(
+            (rank, index)
+            for rank, start, nbytes in ranges
+            for index in _indices(start, nbytes)
+            if (rank, index) not in self._kept
+        )
+        wanted = list(names)[: self._fitting]
+        for name, chunk in zip(wanted, for_all(self._stored_chunk, wanted), strict=True):
+            self._keep(name, chunk)
 
     def read(self, rank: int, start: int, nbytes: int) -> bytearray:
         """Return `nbytes` bytes at `start` of the data section of `rank`'s file.
@@ -241,21 +263,31 @@ class _Chunks:
             CorruptCheckpointError: the message names file, chunk, bytes and both digests.
         """
         result = bytearray()
-        shard = self._shard(rank)
-        for index in range(start // CHUNK_NBYTES, -(-(start + nbytes) // CHUNK_NBYTES)):
+        for index in _indices(start, nbytes):
             base = index * CHUNK_NBYTES
-            chunk = self._chunk(shard, index)
+            chunk = self._chunk((rank, index))
             result += chunk[max(start - base, 0) : start + nbytes - base]
         return result
 
-    def _chunk(self, shard: Shard, index: int) -> memoryview:
-        name = (shard.metadata.rank, index)
+    def _chunk(self, name: tuple[int, int]) -> memoryview:
         if name in self._kept:
             self._kept.move_to_end(name)
             return self._kept[name]
-        chunk = self._stored.chunk(shard, index)
+        return self._keep(name, self._stored_chunk(name))
+
+    def _stored_chunk(self, name: tuple[int, int]) -> memoryview:
+        """Read a chunk from storage. Called by several threads."""
+        rank, index = name
+        return self._stored.chunk(self._shard(rank), index)
+
+    def _keep(self, name: tuple[int, int], chunk: memoryview) -> memoryview:
         self._free -= len(chunk)
         self._kept[name] = chunk
         while self._free < 0 and len(self._kept) > 1:
             self._free += len(self._kept.popitem(last=False)[1])
         return chunk
+
+
+def _indices(start: int, nbytes: int) -> range:
+    """Return the chunks of a data section that hold `nbytes` bytes from `start` on."""
+    return range(start // CHUNK_NBYTES, -(-(start + nbytes) // CHUNK_NBYTES))
