@@ -30,7 +30,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.run_object import FOREIGN, Ancestor, Ancestors
 
-#: Iteration in `Tracked` if a run was granted to begin from scratch; not `RELEASE`.
+#: Iteration in `Tracked` if a run has opened although the tracker was removed; not `RELEASE`.
 NOTHING = -2
 
 
@@ -56,7 +56,8 @@ class Tracked(msgspec.Struct, frozen=True):
     """Contents of `tracker.json`: an agent's last tracker, or the wish that was granted last."""
 
     iteration: int
-    """Iteration in the tracker. `NOTHING`: a run began from scratch, and there was no tracker."""
+    """Iteration in the tracker. `NOTHING`: a person had removed the tracker when a run opened, which
+    began from scratch or with `--ckpt-step`."""
     save_id: str = ""
     """The save of that iteration; "": one of another program, or none. The run's name if
     `iteration` is `NOTHING`."""
@@ -109,8 +110,8 @@ def newest_history(
     Args:
         runs: the ancestors of all known runs, from their objects, or as saves repeat them.
         left: runs that have left a checkpoint: committed, or held in memory by all its ranks.
-        not_before: a run that began from scratch because a person had removed the tracker:
-            older runs do not count any more.
+        not_before: a run that has opened although a person had removed the tracker: older runs
+            do not count any more, except as its ancestors.
     """
     for run in sorted(runs, key=sort_key, reverse=True):
         if sort_key(run) < sort_key(not_before):
@@ -148,7 +149,10 @@ class Facts:
 
     @property
     def begun_anew_by(self) -> str:
-        """The run that was granted to begin from scratch; "": none, or later ones have saved."""
+        """The run that has opened without a tracker; "": none, or later ones have saved.
+
+        A tracker that is there now is a person's.
+        """
         tracked = self.tracked
         return tracked.save_id if tracked is not None and tracked.iteration == NOTHING else ""
 
@@ -274,7 +278,7 @@ def _is_granted(tracked: Tracked | None, there: Collection[Save]) -> bool:
 def _known_runs(facts: Facts) -> set[str]:
     """Return the runs whose saves an agent may have written into the tracker.
 
-    None, if a person has written the tracker: of a copy, or after a run was begun from scratch.
+    None, if a person has written the tracker: of a copy, or after a run has opened without one.
     """
     if _is_alone(facts) or facts.begun_anew_by:
         return set()
