@@ -138,7 +138,7 @@ class _Pass:
         return file_names.run_number(file_names.run_of(save_id)) > self.number
 
     def is_dead(self, save: Save, newest: int) -> bool:
-        """Return whether no agent needs to end a save, which is not pending with this one.
+        """Return whether no agent needs to end a save, which is not pending and of no later run.
 
         Args:
             newest: iteration of the newest whole checkpoint of the history.
@@ -147,7 +147,7 @@ class _Pass:
         if self.history.ancestors[:1] == (Ancestor(save.run, save.iteration),):
             return newest > save.iteration
         if save.run != self.history.run:
-            return not self.is_later(save.save_id)
+            return True
         return self.committed is not None and save.order[1] < Save(0, self.committed).order[1]
 
 

@@ -56,8 +56,8 @@ class Tracked(msgspec.Struct, frozen=True):
     """Contents of `tracker.json`: an agent's last tracker, or the wish that was granted last."""
 
     iteration: int
-    """Iteration in the tracker. `NOTHING`: a person had removed the tracker when a run opened, which
-    began from scratch or with `--ckpt-step`."""
+    """Iteration in the tracker. `NOTHING`: a person had removed the tracker when a run opened,
+    which began from scratch or with `--ckpt-step`."""
     save_id: str = ""
     """The save of that iteration; "": one of another program, or none. The run's name if
     `iteration` is `NOTHING`."""

@@ -516,6 +516,11 @@ def test_saves_that_this_agent_or_a_later_save_may_end_are_left(
     put_bulk(store, pending)
     commit(store, last)
     put_bulk(store, next_one, [1])  # another node was faster
+    # A person has removed 'flashckpt/' meanwhile, and with it the object of a later run.
+    later, failed = save(3, 40), save(3, 50)
+    put_bulk(store, later)
+    fail(store, failed)
+    of_later = {named: names_of(store, named) for named in (later, failed)}
     janitor = Janitor(lambda: {pending.save_id}, 0.0, clock)
     if is_started:
         janitor.tidy_after_start(store, RunObject(name=run(2)))
@@ -523,6 +528,7 @@ def test_saves_that_this_agent_or_a_later_save_may_end_are_left(
         janitor.tidy(committed(store, last))
     assert {end_of(store, named) for named in (pending, next_one)} == {None}
     assert len(names_of(store, pending)) == 4
+    assert {named: names_of(store, named) for named in of_later} == of_later
 
 
 def test_what_a_run_resumed_from_in_memory_stays_until_the_next_one_is_durable(
@@ -651,6 +657,21 @@ def test_a_removed_checkpoint_has_a_failed_end_that_says_so(store: Store, clock:
     assert names_of(store, first) == {end_name(first.save_id)}
     assert decode_failure(store.get(end_path(first))).was_removed
     assert is_whole(store, last)
+
+
+def test_a_checkpoint_that_is_pending_here_is_not_removed(store: Store, clock: Clock) -> None:
+    """Its end exists, but ranks of this node do not know it yet."""
+    first, last = save(1, 10), save(1, 20)
+    for named in (first, last):
+        commit(store, named)
+    track(store, 20)
+    pending = {first.save_id}
+    janitor = Janitor(lambda: pending, 0.0, clock)
+    janitor.tidy(committed(store, last, Retention(latest=1)))
+    assert is_whole(store, first)
+    pending.clear()
+    janitor.tidy(committed(store, last, Retention(latest=1)))
+    assert not is_whole(store, first)
 
 
 def test_without_a_tracker_no_checkpoint_is_removed(store: Store, clock: Clock) -> None:
@@ -790,6 +811,20 @@ def test_links_renamed_directories_and_foreign_files_stay(
         f"{root}/iter_0000010: the save was removed, but the directory stays, because it holds "
         f"files of other programs: {shard.name}, notes.txt",
     ]
+
+
+def test_a_checkpoint_in_a_renamed_directory_takes_no_other_one_s_place(
+    tmp_path: Path, clock: Clock
+) -> None:
+    store = PosixStore(tmp_path)
+    first, renamed, last = save(1, 10), save(1, 30), save(1, 50)
+    for named in (first, renamed, last):
+        commit(store, named)
+    track(store, 50)
+    (tmp_path / iteration_dir(30)).rename(tmp_path / iteration_dir(40))
+    Janitor(tuple, 0.0, clock).tidy(committed(store, last, Retention(latest=2)))
+    assert is_whole(store, first)
+    assert is_whole(store, last)
 
 
 def test_files_that_nfs_keeps_for_a_reader_stay_and_are_named_once(
