@@ -17,7 +17,7 @@ from datetime import timedelta
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -142,6 +142,30 @@ TWICE = Fault(True, "412 PreconditionFailed")
 NOT_FOUND = Fault(False, "404 NoSuchKey")
 
 
+class _Server(ThreadingHTTPServer):
+    """Ends its connections and their threads with itself: clients keep theirs open."""
+
+    daemon_threads = False
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: set[Any] = set()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self._open.discard(request)
+
+    def server_close(self) -> None:
+        for request in list(self._open):
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+        super().server_close()
+
+
 class Proxy:
     """Forwards requests to a server. `fault_of(method, path)` returns the fault of each."""
 
@@ -154,8 +178,7 @@ class Proxy:
         self.hidden: str | None = None
         """Header, in lower case, that the server does not get."""
         self.fault_of: Callable[[str, str], Fault | None] = lambda method, path: None
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, port))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler(self, port))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
         self.port: int = self._server.server_address[1]
