@@ -100,6 +100,8 @@ class Checkpointer:
             reports_on(saves.root, saves.rank),
             Startup(saves, saves.model_state.note_nodes),
         )
+        #: Results that a save has waited for; the next `poll` returns them.
+        self._unreturned: list[SaveResult] = []
         #: True from the load until a dry run has prepared the first save.
         self._is_dry_run_due = False
         self._is_closed = False
@@ -198,7 +200,7 @@ class Checkpointer:
         report = self._saves.save(request)
         self._open.saved(iteration, report, memory_only=memory_only, until_durable=until_durable)
         if until_durable:
-            self.wait_until_durable()
+            self._unreturned = self._settle(blocking=True)
 
     def poll(self) -> list[SaveResult]:
         """Log and return the results since the last call. Call it after every step; never waits.
@@ -312,12 +314,14 @@ class Checkpointer:
         return Resumed(common["iteration"], common.get(OWN_STATE, {}), origin.source)
 
     def _settle(self, *, blocking: bool, last: bool = False) -> list[SaveResult]:
-        """Report the outcomes since the last call, and return them."""
+        """Report the outcomes since the last call; return all results that no caller has."""
         outcomes = self._open.collect(blocking=blocking)
         reason = self._open.report(outcomes, self._config, last=last)
         if reason is not None:
             raise SaveFailedError(reason)
-        return [_result(outcome) for outcome in outcomes]
+        results = [*self._unreturned, *map(_result, outcomes)]
+        self._unreturned = []
+        return results
 
     def _leave(self) -> bool:
         """Return True once, in the process that made this object; a forked child has no agent."""

@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.forked.job import free_port
-from tests.support.forked.nursery import COMMON, CPU_MEGATRON, REPO
+from tests.support.forked.nursery import REPO
+from tests.support.rank_processes import run_ranks
 
 BLOCKED = REPO / "tests/support/jobs/without_training.py"
 EXAMPLE = REPO / "examples/own_loop.py"
 
 
 def run(script: Path, where: Path, ranks: int, *arguments: object, **more: str) -> tuple[str, int]:
-    """Run `script` to its end on `ranks` ranks; return what rank 0 prints, and its status."""
-    processes = []
-    shared = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
-        **COMMON,
-        "PYTHONPATH": os.pathsep.join([str(CPU_MEGATRON), str(REPO)]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "FLASHCKPT_RUNTIME_DIR": str(where / "run"),
-        "FLASHCKPT_AGENT__GRACE_S": "120",  # a slow machine takes long to start ranks again
-        "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",
-        **more,
-    }
-    for rank in range(ranks):
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(BLOCKED), str(script), *map(str, arguments)],
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        output = processes[0].communicate(timeout=240)[0]
-        if processes[0].returncode == 0:
-            for process in processes:
-                process.wait(timeout=240)
-    finally:  # as torchrun does when a rank has failed
-        for process in processes:
-            process.kill()
-            process.communicate()
-    return output, processes[0].returncode
+    """Run `script` where `megatron.training` cannot be imported, as `run_ranks` does."""
+    return run_ranks([BLOCKED, script, *arguments], where, ranks, **more)
 
 
 def losses(output: str) -> list[str]:
@@ -99,6 +63,7 @@ def test_several_checkpointers_of_one_process_keep_their_saves_apart(tmp_path: P
     assert found == {
         "a fresh start": "[None, None]",
         "durable": "[[(1, None), (2, None)], [(2, None)]]",
+        "polled after a durable save": "[(3, None)]",
         "in storage at once": "['iter_0000001', 'iter_0000002', 'iter_0000003']",
         # The last save was for memory only, so the end of the job writes it.
         "after close": "['iter_0000001', 'iter_0000002', 'iter_0000003', 'iter_0000004']",

@@ -86,6 +86,8 @@ def main() -> None:
     found("durable", [[(result.iteration, result.error) for result in own] for own in results])
     with waiting("durable"):
         opened[0].save(3, {"name": NAMES[0], "step": 3})
+    waited = [(result.iteration, result.error) for result in opened[0].poll()]
+    found("polled after a durable save", waited)
     found("in storage at once", sorted(path.name for path in (ROOT / NAMES[0]).glob("iter_*")))
     opened[0].save(4, memory_only=True)
     for checkpointer in opened:
