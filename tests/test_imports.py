@@ -41,7 +41,7 @@ LAYERS = (
     {"cli"},
     {"arguments"},
     {"checkpointer", "checkpointing", "async_utils"},
-    {"launch"},
+    {"launch", "integrations"},
 )
 #: Modules that never import torch, neither directly nor indirectly, not even inside a function.
 TORCH_FREE = (
@@ -80,6 +80,7 @@ KNOW_MEGATRON = {
     "checkpointing",
     "async_utils",
     "launch",
+    "integrations",
 }
 #: Client libraries of object stores: optional dependencies that one module imports.
 STORE_CLIENTS = {"obstore", "boto3", "botocore", "fsspec", "s3fs", "google", "azure"}

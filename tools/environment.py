@@ -14,6 +14,9 @@ PYTHON = REPO / ".venv/bin/python"
 #: Packages that `megatron.training` imports.
 OF_MEGATRON = ("numpy", "packaging", "einops", "regex", "requests", "tqdm", "pyyaml")
 
+#: Megatron-Bridge, and the megatron-core that it needs. Its other packages take several GB.
+BRIDGE = ("megatron-bridge==0.6.2", "megatron-core==0.19.2")
+
 
 def pip_install(*arguments: str) -> bool:
     """Install into `.venv`; return True if that succeeded."""
@@ -43,6 +46,13 @@ def install_azurite() -> None:
         print("scripts/install: without npm's package azurite, tests of Azure are skipped")
 
 
+def install_bridge() -> None:
+    """Install Megatron-Bridge into a directory of its own; its tests are skipped without it."""
+    target = str(REPO / ".venv/bridge")
+    if not pip_install("--ignore-requires-python", "--no-deps", "--target", target, *BRIDGE):
+        print("scripts/install: without megatron-bridge, its tests are skipped")
+
+
 def main() -> None:
     if sys.version_info < (3, 10):  # noqa: UP036 (the Python of the machine)
         sys.exit(
@@ -59,6 +69,7 @@ def main() -> None:
         # The package itself, and the tools of the tests.
         and pip_install("-e", ".[dev,redundancy]")
     )
+    install_bridge()
     install_azurite()
     sys.exit(not succeeded)
 
