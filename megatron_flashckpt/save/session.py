@@ -10,7 +10,10 @@ import atexit
 import dataclasses
 import logging
 import sys
+import weakref
 from collections.abc import Hashable, Sequence
+
+import torch.distributed as dist
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
@@ -23,7 +26,7 @@ from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.open_checkpointer import OpenCheckpointer, reports_on
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run import Run
-from megatron_flashckpt.save.save_reports import SaveReports, node_count
+from megatron_flashckpt.save.save_reports import SaveReports, node_count, say
 from megatron_flashckpt.save.scalars import save_scalars
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.storage.opening import absolute
@@ -65,6 +68,10 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set the state of a process that has neither loaded nor saved."""
         self._open: dict[str, _MegatronSaves] = {}
         #: Save directories, as given, whose startup is complete. Looked up in every iteration.
         self._ready: set[str] = set()
@@ -75,11 +82,13 @@ class Session:
         self._runs: dict[str, Run] = {}
         self._nodes: Sequence[Hashable] | None = None
         self._fork_depth = forks.depth()
+        #: The group of all ranks, once there was one. Weak, so that it can end.
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`; create it on first use."""
         given, root = root, absolute(root)
-        self._forget_inherited()
+        self._forget_former()
         if root not in self._open:
             announcements.ask_for_memory_saves(get_args(), self.config.memory_interval)
             checkpointer = Checkpointer(given, self.config)
@@ -108,12 +117,26 @@ class Session:
     def note_ready(self, root: str) -> None:
         self._ready.add(root)
 
-    def _forget_inherited(self) -> None:
-        """Forget the parent's checkpointers in a forked child; the parent still trains."""
+    def _forget_former(self) -> None:
+        """Forget what belongs to the parent of a forked child, or to an earlier process group.
+
+        The parent of a child still trains. If the process group is another one, training was
+        restarted in this process. The former attempt has failed, so it ends as after a crash: the
+        agent keeps its slots.
+        """
+        world = dist.group.WORLD if dist.is_initialized() else None
         if forks.depth() != self._fork_depth:
-            self._fork_depth = forks.depth()
-            self._forget_open()
-            self._reports.clear()
+            self._begin()
+        elif world is not None and self._world is not None and self._world() is not world:
+            for root, opened in self._open.items():
+                say(
+                    opened.checkpointer.rank,
+                    f"training was restarted in this process: the agent has the saves to {root}",
+                )
+                opened.checkpointer.close(leave=False)
+            self._begin()
+        if world is not None:
+            self._world = weakref.ref(world)
 
     def _forget_open(self) -> None:
         """Forget the checkpointers; a later save in this process starts from phase 1."""
@@ -158,7 +181,7 @@ class Session:
 
     def wait_copied(self) -> None:
         """Wait until no copy is running: then the state of the model may change."""
-        self._forget_inherited()
+        self._forget_former()
         for opened in self._open.values():
             opened.checkpointer.link.stager.wait_copied()
 
@@ -177,7 +200,7 @@ class Session:
                 failed as `failures_in_a_row` says, or the first save failed
                 (`stop_on_failed_first_save`).
         """
-        self._forget_inherited()
+        self._forget_former()
         reasons: dict[str, str] = {}
         for root, opened in self._open.items():
             if last:
