@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import logging
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -34,6 +35,9 @@ from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.waits import wait_of
 
 logger = logging.getLogger(__name__)
+
+#: Checkpointers of this process with an optimizer, by save directory.
+_training: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,9 @@ class Checkpointer:
 
     All ranks make it after megatron-core's parallel state, and call its methods in the same order.
     Only `load`, and `save` under `busy: skip`, communicate. Used as a context manager it is closed
-    at the end; after an exception it leaves its last save in memory to the restarted job.
+    at the end; after an exception it leaves its last save in memory to the restarted job. If it was
+    not closed, and the same process begins to train again with another one for `directory`, the
+    other one takes its place in the same way.
     """
 
     def __init__(
@@ -94,7 +100,12 @@ class Checkpointer:
         self._optimizer, self._scheduler = optimizer, scheduler
         self._saves_optimizer = save_optimizer
         saves = _RankSaves(directory, self._config)
-        self._saves = saves
+        if optimizer is not None:
+            former = _training.get(saves.root)
+            if former is not None and former._leave():
+                former._saves.close(leave=False)
+            _training[saves.root] = self
+        self._saves: _RankSaves = saves
         self._open = OpenCheckpointer(
             saves,
             reports_on(saves.root, saves.rank),

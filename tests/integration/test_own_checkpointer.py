@@ -72,4 +72,5 @@ def test_several_checkpointers_of_one_process_keep_their_saves_apart(tmp_path: P
         "weights": "(0, {}, [1.75])",
         "a missing step": "NotCommittedError",
         "after exit": "['iter_0000005']",
+        "in place of an unclosed one": "(7, 'memory', 1)",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,15 @@ def main() -> None:
             sys.exit(0)  # as a loop does whose time is over
     except SystemExit:
         found("after exit", sorted(path.name for path in (ROOT / "third").glob("iter_*")))
+    unclosed = job.checkpointer("fifth")
+    unclosed.load()
+    unclosed.save(7)
+    unclosed.wait_until_staged()
+    with Job(0.0).checkpointer("fifth") as checkpointer:
+        resumed = checkpointer.load()
+        assert resumed is not None
+        threads = [thread.name for thread in threading.enumerate()].count("flashckpt-stage")
+        found("in place of an unclosed one", (resumed.iteration, resumed.source, threads))
     checkpointer = job.checkpointer("fourth")
     checkpointer.load()
     (ROOT / "fourth/iter_0000006").write_text("in the way")
