@@ -144,6 +144,8 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     """
     call = LoadCall.of(args, kwargs)
     margs = get_args()
+    if call.optimizer is not None:
+        session.begin_attempt()
     # A job may load right after a save; only the optimizer's step waits for copies by itself.
     session.wait_copied()
     if _left_to_megatron(margs):

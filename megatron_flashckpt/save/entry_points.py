@@ -69,6 +69,7 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         ConfigError: `--save` names no directory that can be used.
         UnsupportedError: as `Startup.prepare`.
     """
+    session.begin_attempt()
     margs = stock.get_args()
     if _saves(margs):
         refuse_unusable(margs.save)  # now, because a large model takes minutes

@@ -82,13 +82,13 @@ class Session:
         self._runs: dict[str, Run] = {}
         self._nodes: Sequence[Hashable] | None = None
         self._fork_depth = forks.depth()
-        #: The group of all ranks, once there was one. Weak, so that it can end.
+        #: The group of all ranks of this attempt. Weak, so that it can end.
         self._world: weakref.ref[dist.ProcessGroup] | None = None
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`; create it on first use."""
         given, root = root, absolute(root)
-        self._forget_former()
+        self._forget_inherited()
         if root not in self._open:
             announcements.ask_for_memory_saves(get_args(), self.config.memory_interval)
             checkpointer = Checkpointer(given, self.config)
@@ -117,17 +117,18 @@ class Session:
     def note_ready(self, root: str) -> None:
         self._ready.add(root)
 
-    def _forget_former(self) -> None:
-        """Forget what belongs to the parent of a forked child, or to an earlier process group.
+    def begin_attempt(self) -> None:
+        """Forget an earlier attempt of this process, which an in-process restart has ended.
 
-        The parent of a child still trains. If the process group is another one, training was
-        restarted in this process. The former attempt has failed, so it ends as after a crash: the
-        agent keeps its slots.
+        Called where training begins: before Megatron builds the model, and by a load that training
+        continues from. A program may make its process groups anew in between; then its attempt and
+        its history continue. The earlier attempt ends as after a crash: the agent keeps its slots.
         """
-        world = dist.group.WORLD if dist.is_initialized() else None
-        if forks.depth() != self._fork_depth:
-            self._begin()
-        elif world is not None and self._world is not None and self._world() is not world:
+        self._forget_inherited()
+        world = dist.group.WORLD
+        if world is None:
+            return
+        if self._world is not None and self._world() is not world:
             for root, opened in self._open.items():
                 say(
                     opened.checkpointer.rank,
@@ -135,8 +136,12 @@ class Session:
                 )
                 opened.checkpointer.close(leave=False)
             self._begin()
-        if world is not None:
-            self._world = weakref.ref(world)
+        self._world = weakref.ref(world)
+
+    def _forget_inherited(self) -> None:
+        """Forget the parent's checkpointers in a forked child; the parent still trains."""
+        if forks.depth() != self._fork_depth:
+            self._begin()
 
     def _forget_open(self) -> None:
         """Forget the checkpointers; a later save in this process starts from phase 1."""
@@ -181,7 +186,7 @@ class Session:
 
     def wait_copied(self) -> None:
         """Wait until no copy is running: then the state of the model may change."""
-        self._forget_former()
+        self._forget_inherited()
         for opened in self._open.values():
             opened.checkpointer.link.stager.wait_copied()
 
@@ -200,7 +205,7 @@ class Session:
                 failed as `failures_in_a_row` says, or the first save failed
                 (`stop_on_failed_first_save`).
         """
-        self._forget_former()
+        self._forget_inherited()
         reasons: dict[str, str] = {}
         for root, opened in self._open.items():
             if last:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
@@ -122,3 +123,27 @@ def test_a_rank_that_learns_late_of_failures_stops_with_the_message_of_the_other
     assert str(caught.value).startswith("training stops")
     assert "iteration 2 has failed" in str(caught.value)
     assert "iteration 4" not in str(caught.value)
+
+
+def test_only_a_new_attempt_forgets_saves_when_process_groups_are_made_anew() -> None:
+    closed: list[bool] = []
+    checkpointer: Any = SimpleNamespace(
+        rank=0,
+        close=lambda *, leave: closed.append(leave),
+        link=SimpleNamespace(stager=SimpleNamespace(wait_copied=lambda: None)),
+    )
+    session = Session(Config())
+    for opens in (True, False):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            if opens:
+                session.begin_attempt()
+                session._open["save"] = _MegatronSaves(checkpointer, SaveReports("save", 0), None)  # type: ignore[arg-type]
+            session.wait_copied()
+            assert list(session._open) == ["save"]
+            if not opens:
+                session.begin_attempt()
+        finally:
+            dist.destroy_process_group()
+    assert not session._open
+    assert closed == [False], "the agent would free the slots from which the attempt resumes"
