@@ -32,6 +32,7 @@ from megatron_flashckpt.save.open_checkpointer import OpenCheckpointer, reports_
 from megatron_flashckpt.save.request import SaveRequest
 from megatron_flashckpt.save.save_reports import say
 from megatron_flashckpt.save.startup import Startup
+from megatron_flashckpt.storage.opening import absolute, refuse_unusable
 from megatron_flashckpt.waits import wait_of
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class Checkpointer:
         that the job can be saved, and prepares the first save.
 
         Args:
-            directory: load from another directory; the saves do not continue its history.
+            directory: load from another one than that of the saves, which do not continue its
+                history.
             step: load this iteration and no other.
             weights_only: begin a new training with these weights.
             strict: False keeps the values of missing state, and leaves out unexpected state.
@@ -150,6 +152,9 @@ class Checkpointer:
         """
         job, startup = self._job({}), self._open.startup
         trains = self._optimizer is not None
+        directory = self._saves.root if directory is None else directory
+        refuse_unusable(directory)
+        directory = absolute(directory)
         self.wait_until_staged()
         if trains:
             startup.check(job)
@@ -158,7 +163,7 @@ class Checkpointer:
         result = resume.load(
             resume.LoadCall(
                 job=job,
-                directory=self._saves.root if directory is None else directory,
+                directory=directory,
                 policy=LoadPolicy(
                     step=step,
                     weights_only=weights_only,
@@ -169,7 +174,7 @@ class Checkpointer:
                 config=self._config,
                 model_state=self._saves.model_state,
                 saves=self._saves,
-                resumes=trains and directory is None,
+                resumes=trains and directory == self._saves.root,
                 announce=self._say_loading,
                 apply=self._apply,
             )

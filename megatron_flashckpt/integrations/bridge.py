@@ -170,7 +170,7 @@ class FlashCheckpointManager:
         """Load from `checkpoint.load`; None if it holds no checkpoint, and host memory neither."""
         config = self._config
         resumed = self._opened(ctx).load(
-            None if config.load == config.save else config.load,
+            config.load,
             step=config.ckpt_step,
             weights_only=config.finetune,
             strict=ctx.strict,

@@ -118,7 +118,7 @@ def main() -> None:
     unclosed.save(7)
     unclosed.wait_until_staged()
     with Job(0.0).checkpointer("fifth") as checkpointer:
-        resumed = checkpointer.load()
+        resumed = checkpointer.load(f"{ROOT}/fifth/")  # its own directory, by another name
         assert resumed is not None
         threads = [thread.name for thread in threading.enumerate()].count("flashckpt-stage")
         found("in place of an unclosed one", (resumed.iteration, resumed.source, threads))
