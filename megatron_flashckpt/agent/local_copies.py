@@ -10,12 +10,14 @@ the save of a copy still counts is for the load to decide, as for slots in memor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -44,7 +46,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.shard_file import header_nbytes
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlotMeta
+from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.posix_files import storage_errors
@@ -72,6 +74,12 @@ class LocalCopies:
 
     def __init__(self, root: str, settings: LocalTier) -> None:
         self._key = xxhash.xxh3_64_hexdigest(os.fsencode(resolved(root)))
+        #: Held while copies are chosen and deleted: two choices at once could delete each other's.
+        self._deleting = threading.Lock()
+        #: Copies that are being made, until what is older is deleted: save and rank. Two threads
+        #: may have one slot: a memory-only save is written to storage when the job ends.
+        self._making: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
         self.configure(settings)
 
     def configure(self, settings: LocalTier) -> None:
@@ -90,7 +98,17 @@ class LocalCopies:
     # ------------------------------------------------------------------ writing
 
     def keep(
-        self, slab: Slab, index: int, meta: SlotMeta, threads: int, history: History | None
+        self,
+        rank: int,
+        slab: Slab,
+        index: int,
+        header: SlotHeader,
+        meta: SlotMeta | None,
+        *,
+        threads: int,
+        history: History | None,
+        ranks: Collection[int],
+        known: Callable[[], tuple[str, ...] | None] = lambda: None,
     ) -> tuple[str, ...] | None:
         """Make a copy of a complete slot, and delete older ones; return the digests of its data.
 
@@ -98,64 +116,107 @@ class LocalCopies:
         Returns None if there is no new copy, as when the slot was overwritten meanwhile.
 
         Args:
+            header: of the slot when its save was complete; the slot may have another one now.
+            meta: description of that save; None: read it from the slot.
             history: of the run that trains; copies of other histories are deleted.
+            ranks: of this node.
+            known: returns the digests of the data if the slot has been read before.
         """
-        store, started = self._store, time.monotonic()
-        header = slot_bytes.header_of(slab, index)
-        if store is None:
-            return None
+        store, copy = self._store, (header.save_id, rank)
+        with self._lock:
+            if store is None or copy in self._making:
+                return None
+            self._making.add(copy)
         try:
             _require_own(store)
-            if store.stat(_slot_file(header.iteration, header.save_id, meta.rank)) is not None:
+            if store.stat(_slot_file(header.iteration, header.save_id, rank)) is not None:
                 return None
-            shard = slot_shard(store, slab.slots[index], header, meta, flow=Flow(threads))
-            rest = _rest_of(slab, index, meta.rank, shard.digests)
-            if rest is None or rest.descriptor.save_id != header.save_id:
-                store.delete([_shard_file(header.iteration, header.save_id, meta.rank)])
+            flow, started = Flow(threads), time.monotonic()
+            try:
+                digests = _copied(store, rank, slab, index, header, meta, flow, known)
+            finally:  # after an error, too: copies of dead branches may fill the disk
+                self._delete_old(store, rank, history, ranks)
+            logger.info(
+                "rank %d: iteration %d is durable on this node after %.3f s, in %s",
+                *(rank, header.iteration, time.monotonic() - started, store.place),
+            )
+            return digests
+        except Exception as error:  # the same thread writes the save to storage next
+            if slot_bytes.holds(slab, index, header.save_id):
+                logger.error(
+                    "rank %d: no local copy of iteration %d: %s",
+                    *(rank, header.iteration, shown_error(error)),
+                    exc_info=not isinstance(error, (FlashCkptError, OSError)),
+                )
+            else:
                 logger.warning(
                     "rank %d: no local copy of iteration %d: its slot was overwritten first; save "
                     "less often, or raise 'slots'",
-                    *(meta.rank, header.iteration),
+                    *(rank, header.iteration),
                 )
-                return None
-            name = _slot_file(header.iteration, header.save_id, meta.rank)
-            store.create(name, _encoded(rest))
-            logger.info(
-                "rank %d: iteration %d is durable on this node after %.3f s, in %s",
-                *(meta.rank, header.iteration, time.monotonic() - started, store.place),
-            )
-            self._delete_old(store, meta.rank, history)
-        except (FlashCkptError, OSError) as error:
-            logger.error(
-                "rank %d: no local copy of iteration %d: %s",
-                *(meta.rank, header.iteration, shown_error(error)),
-            )
             return None
-        return shard.digests
+        finally:
+            with self._lock:
+                self._making.discard(copy)
 
-    def delete_all(self) -> None:
-        """Delete all copies: the job has ended, and storage has its last checkpoint."""
-        if self._store is not None:
-            try:
-                _delete(self._store, lambda save: True)
-            except (FlashCkptError, OSError) as error:
-                logger.warning("local copies remain: %s", shown_error(error))
+    def end(self) -> Callable[[], None]:
+        """Begin no more copies; return the deletion of all copies, which the disk may block.
 
-    def _delete_old(self, store: Store, rank: int, history: History | None) -> None:
+        Called when the job has ended, and storage has its last checkpoint.
+        """
+        store, self._store = self._store, None
+
+        def delete_all() -> None:
+            if store is not None:
+                try:
+                    with self._deleting:
+                        _delete(store, lambda save: True)
+                except (FlashCkptError, OSError) as error:
+                    logger.warning("local copies remain: %s", shown_error(error))
+
+        return delete_all
+
+    def _delete_old(
+        self, store: Store, rank: int, history: History | None, ranks: Collection[int]
+    ) -> None:
         """Delete what is older than this rank's newest copies, or not of the history.
 
         Other ranks' copies, too: a save that this rank lacks is incomplete. So the copies of ranks
-        that run on other nodes now go as well.
+        that run on other nodes now go as well. The newest save that all ranks of the node have
+        stays: the copies of ranks that are behind may fail.
         """
-        own = {save for save, name in _files(store) if name == _slot_name(save.save_id, rank)}
-        counted = [save for save in own if history is None or history.holds(save)]
-        oldest_first = sorted(save.order for save in counted)
+        try:
+            with self._deleting:
+                _delete(store, self._choice_of_old(store, rank, history, ranks))
+        except (FlashCkptError, OSError) as error:
+            logger.warning("old local copies remain: %s", shown_error(error))
+
+    def _choice_of_old(
+        self, store: Store, rank: int, history: History | None, ranks: Collection[int]
+    ) -> Callable[[Save], bool]:
+        having: dict[Save, set[str]] = {}
+        for save, name in _files(store):
+            having.setdefault(save, set()).add(name)
+
+        def has(save: Save, rank: int) -> bool:
+            return _slot_name(save.save_id, rank) in having[save]
+
+        counted = sorted(
+            (save for save in having if history is None or history.holds(save)),
+            key=lambda save: save.order,
+        )
+        own = [save for save in counted if has(save, rank)]
+        whole = [save for save in own if all(has(save, other) for other in ranks)]
 
         def is_dead(save: Save) -> bool:
-            is_old = len(counted) >= self._keep and save.order < oldest_first[-self._keep]
+            with self._lock:
+                if any(save.save_id == of and other != rank for of, other in self._making):
+                    return False
+            is_old = len(own) >= self._keep and save.order < own[-self._keep].order
+            is_old = is_old and save not in whole[-1:]
             return is_old or (history is not None and not history.holds(save))
 
-        _delete(store, is_dead)
+        return is_dead
 
     # ------------------------------------------------------------------ reading
 
@@ -171,18 +232,18 @@ class LocalCopies:
         return {(*save,) for save, name in found if name.endswith(_SLOT)}
 
     def of_rank(self, rank: int) -> dict[str, Copy]:
-        """Return the copies of a rank's checkpoints, by save. Damaged ones are logged.
-
-        Raises:
-            AgentError: other users can write to the directory.
-            StorageError: the directory cannot be read.
-        """
+        """Return the copies of a rank's checkpoints, by save; log those that are not used."""
         store, copies = self._store, dict[str, Copy]()
         if store is None:
             return copies
-        of_rank = [save for save, name in _files(store) if name == _slot_name(save.save_id, rank)]
-        if of_rank:
-            _require_own(store)
+        try:
+            files = list(_files(store))
+            of_rank = [save for save, name in files if name == _slot_name(save.save_id, rank)]
+            if of_rank:
+                _require_own(store)
+        except (FlashCkptError, OSError) as error:
+            logger.error("local copies are not used: %s", shown_error(error))
+            return copies
         for save in of_rank:
             try:
                 rest = _decoded(store, save, rank)
@@ -192,6 +253,41 @@ class LocalCopies:
             fill = functools.partial(_fill, store, rest)
             copies[save.save_id] = Copy(rest.descriptor, store.place, fill)
         return copies
+
+
+def _copied(
+    store: Store,
+    rank: int,
+    slab: Slab,
+    index: int,
+    header: SlotHeader,
+    meta: SlotMeta | None,
+    flow: Flow,
+    known: Callable[[], tuple[str, ...] | None],
+) -> tuple[str, ...]:
+    """Copy a slot to the node's disk; return the digests of its data.
+
+    Raises:
+        CorruptCheckpointError: the slot was overwritten, or its bytes have changed.
+        StorageError: the disk is full, for example.
+    """
+    slot = slab.slots[index]
+    meta = slot.meta if meta is None else meta
+    # The description is that of this save only if the slot has it still: another save's bytes,
+    # which may be half-copied, would make a copy that only looks whole.
+    if slot_bytes.holds(slab, index, header.save_id):
+        shard = slot_shard(store, slot, header, meta, flow=flow, known=known)
+        try:
+            rest = _rest_of(slab, index, rank, shard.digests)
+            if rest is not None and rest.descriptor.save_id == header.save_id:
+                store.create(_slot_file(header.iteration, header.save_id, rank), _encoded(rest))
+                return shard.digests
+        except BaseException:
+            with contextlib.suppress(FlashCkptError, OSError):
+                store.delete([_shard_file(header.iteration, header.save_id, rank)])
+            raise
+        store.delete([_shard_file(header.iteration, header.save_id, rank)])
+    raise CorruptCheckpointError(f"slot {index} of rank {rank} has another save")
 
 
 def _rest_of(slab: Slab, index: int, rank: int, digests: tuple[str, ...]) -> _RestOfSlot | None:

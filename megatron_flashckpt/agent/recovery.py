@@ -34,6 +34,8 @@ class Copy:
     """Writes the copy's bytes into a slot; raises `FlashCkptError` or `OSError`."""
     is_in_slot: bool = False
     """True if an agent that is alive has the checkpoint in a slot, where the rank staged it."""
+    otherwise: Copy | None = None
+    """Another copy of the same checkpoint, for the case that this one is damaged."""
 
 
 class Recoveries:
@@ -122,18 +124,11 @@ def filled(rank: int, copies: Collection[Copy], *, huge_pages: bool) -> RankSlot
     sizes = (geometry.slots, geometry.meta_capacity, geometry.data_capacity)
     slab = Slab.create(*sizes, str(rank), huge_pages=huge_pages)
     complete: dict[int, Copy] = {}
-    for index, copy in enumerate(reversed(chosen)):
-        descriptor, slot = copy.descriptor, slab.slots[index]
-        subject = (rank, descriptor.iteration, copy.place)
-        try:
-            copy.fill(slab, index)
-            damage = slot_bytes.damage(slab, index, descriptor)
-        except (FlashCkptError, OSError) as error:
-            damage = str(error)
-        if damage is not None:
-            logger.error("rank %d: iteration %d not recovered from %s: %s", *subject, damage)
+    for index, first in enumerate(reversed(chosen)):
+        copy = _filled_from(rank, slab, index, first)
+        if copy is None:
             continue
-        logger.info("rank %d: recovered iteration %d from %s", *subject)
+        descriptor, slot = copy.descriptor, slab.slots[index]
         hit("recover.filled")
         # The bytes are verified; from here on, the slot's own digest covers the description.
         slot.set_meta(slot_bytes.description(slab, index, descriptor))
@@ -156,3 +151,23 @@ def filled(rank: int, copies: Collection[Copy], *, huge_pages: bool) -> RankSlot
         slots.infos[index].recovered = True
         slots.infos[index].elsewhere = copy.is_in_slot
     return slots
+
+
+def _filled_from(rank: int, slab: Slab, index: int, first: Copy) -> Copy | None:
+    """Fill a slot from a copy or the one instead of it; return the whole one, None if none is."""
+    copy: Copy | None = first
+    while copy is not None:
+        subject = (rank, copy.descriptor.iteration, copy.place)
+        try:
+            damage: str | None = "it has other sizes"
+            if copy.descriptor.geometry == slab.geometry:
+                copy.fill(slab, index)
+                damage = slot_bytes.damage(slab, index, copy.descriptor)
+        except (FlashCkptError, OSError) as error:
+            damage = str(error)
+        if damage is None:
+            logger.info("rank %d: recovered iteration %d from %s", *subject)
+            return copy
+        logger.error("rank %d: iteration %d not recovered from %s: %s", *subject, damage)
+        copy = copy.otherwise
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import resource
 import threading
@@ -229,12 +230,17 @@ class RequestHandler:
     def _copies(self, number: int) -> dict[str, Copy]:
         """Return the copies of a rank's checkpoints, by save: local ones before those of others.
 
-        A slot of another node comes first, because that node's agent writes it to storage.
+        A slot of another node comes first, because that node's agent writes it to storage. Another
+        copy replaces a local one that proves damaged.
         """
         peers = self._node.peers
         others = {} if peers is None else peers.find(number)
         in_slots = {save_id: copy for save_id, copy in others.items() if copy.is_in_slot}
-        return {**others, **self._node.local_copies.of_rank(number), **in_slots}
+        local = {
+            save_id: dataclasses.replace(copy, otherwise=others.get(save_id))
+            for save_id, copy in self._node.local_copies.of_rank(number).items()
+        }
+        return {**others, **local, **in_slots}
 
     def _end_peers(self) -> None:
         peers, self._node.peers = self._node.peers, None

@@ -154,7 +154,7 @@ class Saves:
             if save is not None:
                 self._pool.submit(self._persist, number, slots, slot, save)
             elif self._node.local_copies.are_made:
-                self._pool.submit(self._keep_local, slots, slot, info)
+                self._pool.submit(self._keep_local, number, slots, slot, header)
             if self._node.peers is not None:
                 self._node.peers.staged(number, slots, index)
         if save is None:
@@ -219,19 +219,34 @@ class Saves:
             )
 
     def _keep_local(
-        self, slots: RankSlots, slot: Slot, info: SlotInfo, meta: SlotMeta | None = None
+        self,
+        number: int,
+        slots: RankSlots,
+        slot: Slot,
+        header: SlotHeader,
+        meta: SlotMeta | None = None,
+        known: tuple[str, ...] | None = None,
     ) -> None:
-        """Copy a slot to this node's own disk, if the settings say so."""
-        copies, options = self._node.local_copies, self._node.options
+        """Copy a slot to this node's own disk, if the settings say so. Never raises.
+
+        Args:
+            header: of the slot when it was accepted; a memory-only slot may be overwritten since.
+            meta: description of the save; None: read it from the slot.
+            known: digests that the slot must have; None: those that are known by then.
+        """
+        copies = self._node.local_copies
         if not copies.are_made:
             return
-        try:
-            meta = slot.meta if meta is None else meta
-        except CorruptCheckpointError as error:
-            logger.error("no local copy: %s", error)
-            return
-        history = self._node.history
-        digests = copies.keep(slots.slab, slot.index, meta, options.write_threads, history)
+        with self._node.changed:
+            info, ranks = slots.infos[slot.index], tuple(self._node.ranks)
+            threads, history = self._node.options.write_threads, self._node.history
+        digests = copies.keep(
+            *(number, slots.slab, slot.index, header, meta),
+            threads=threads,
+            history=history,
+            ranks=ranks,
+            known=lambda: known or info.digests,
+        )
         if digests is not None:
             with self._node.changed:
                 info.digests = info.digests or digests
@@ -242,7 +257,12 @@ class Saves:
         header = msgspec.structs.replace(slot.header, save_id=save.save_id)
         info = slots.infos[slot.index]
         shard: DurableShard | None = None
-        self._keep_local(slots, slot, info, save.metas[number])
+        to_copy = (number, slots, slot, slot.header, save.metas[number])
+        # A former agent may have written an inherited slot, and memory may have changed since:
+        # then the digests in storage come first.
+        is_inherited = info.inherited
+        if not is_inherited:
+            self._keep_local(*to_copy)
         started = time.monotonic()
         try:
             shard = self._made_durable(number, slot, header, info, save)
@@ -258,6 +278,8 @@ class Saves:
                 exc_info=not isinstance(failure, (FlashCkptError, OSError)),
             )
         seconds = time.monotonic() - started
+        if is_inherited:
+            self._keep_local(*to_copy, None if shard is None else shard.digests)
         with self._node.changed:
             info.persisting = False
             if shard is not None:

@@ -7,6 +7,7 @@ shared state; its condition is notified on every change. No slow operation runs 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 from megatron_flashckpt.agent.committer import Committer
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.2
 #: Seconds between two attempts to write what only memory holds, after all trainers have ended.
 _AGAIN_S = 60.0
+#: Longest wait of a leaving agent for the deletion of local copies, which a disk may block.
+_DELETED_S = 30.0
 #: Seconds that an agent waits for its first trainer.
 _UNCLAIMED_S = 60.0
 
@@ -93,9 +96,13 @@ class Agent:
             ranks = self._node.ranks.values()
             self.all_left = bool(ranks) and all(rank.left for rank in ranks)
             self.all_left = self.all_left and not self._node.is_stuck()
-        if self.all_left and not self._has_lost_rest:
-            self._node.local_copies.delete_all()
+        is_orderly = self.all_left and not self._has_lost_rest
+        delete_copies = self._node.local_copies.end() if is_orderly else None
         self._saves.close()
+        if delete_copies is not None:  # after the copies that were being made
+            ending = threading.Thread(target=delete_copies, daemon=True)
+            ending.start()
+            ending.join(_DELETED_S)
         self._commands.close()
         self._committer.close()
         self._heartbeat.close()

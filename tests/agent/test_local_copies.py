@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from megatron_flashckpt.agent import local_copies
+from megatron_flashckpt.agent.local_copies import LocalCopies
+from megatron_flashckpt.agent.recovery import filled
 from megatron_flashckpt.config import Config, LocalTier
-from megatron_flashckpt.file_format.file_names import TRACKER
-from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir, shard_name
+from megatron_flashckpt.file_format.shard_file import chunk_digest
+from megatron_flashckpt.layout.template import PlanCache
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from tests.agent.conftest import Node
 from tests.support.stored import assert_intact, names_in
 from tests.support.trainer import (
     FakeTrainer,
+    blocked_open,
     blocked_shard,
     content,
     eventually,
     is_alive,
     kill_agent,
     new_save_id,
+    pieces_of,
     run_after,
 )
 
@@ -99,7 +112,8 @@ def test_a_copy_with_a_flipped_bit_is_left_out(
     damaged.write_bytes(flipped)
     again = node.trainer(root, config=config)
     assert recovered(again, saves) == {5: content(0, 5, again.layout.nbytes)}
-    assert str(damaged.parents[1]) in node.log(root).read_text()
+    said = {"safetensors": "iteration 6 not recovered from", "slot": "a local copy is not used:"}
+    assert f"rank 0: {said[part]} {damaged.parents[1]}" in node.log(root).read_text()
 
 
 def test_a_node_keeps_the_newest_copies_of_the_history(
@@ -181,3 +195,176 @@ def test_an_agent_killed_before_the_end_of_a_copy_leaves_none(
         assert again.save(iteration).error is None
     left = {path.parent.name for path in disk.rglob("*.safetensors")}
     assert left == {"iter_0000005", "iter_0000006"}
+
+
+# ---------------------------------------------------------------------- without an agent
+
+
+def copies_in(disk: Path, root: Path) -> LocalCopies:
+    return LocalCopies(str(root), LocalTier(directory=str(disk)))
+
+
+def put(slab: Slab, iteration: int, save_id: str, state: SlotState, *, index: int = 0) -> Slot:
+    """Write a save of rank 0 into a slot."""
+    layout = PlanCache().layout(pieces_of(0, 1, "decoder.weight", 1000))
+    meta = SlotMeta(
+        root="/save",
+        rank=0,
+        world_size=1,
+        coordinates=Coordinates(),
+        template_fingerprint=layout.template_fingerprint,
+        template=layout.template,
+        placement=layout.placement,
+        common=b"",
+        description={},
+    )
+    encoded = msgspec.msgpack.encode(meta)
+    slot = slab.slots[index]
+    slot.set_header(SlotHeader(state, iteration, save_id, len(encoded), layout.nbytes))
+    slot.set_meta(encoded)
+    fill(slot, iteration)
+    return slot
+
+
+def fill(slot: Slot, iteration: int) -> None:
+    with slot.data() as data:
+        data[:] = content(0, iteration, len(data))
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    nbytes = PlanCache().layout(pieces_of(0, 1, "decoder.weight", 1000)).nbytes
+    made = Slab.create(2, 16384, nbytes, "0")
+    yield made
+    made.close()
+
+
+def copied(
+    copies: LocalCopies, slab: Slab, slot: Slot, header: SlotHeader, **more: Any
+) -> tuple[str, ...] | None:
+    settings = {"threads": 1, "history": None, "ranks": (0,), **more}
+    return copies.keep(more.pop("rank", 0), slab, slot.index, header, None, **settings)
+
+
+def test_a_slot_that_gets_another_save_makes_no_copy(
+    disk: Path, root: Path, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next save is half-copied when the copy begins, and complete when it ends."""
+    copies, newer = copies_in(disk, root), new_save_id()
+    header = put(slab, 3, new_save_id(), SlotState.KEPT).header
+    slot = put(slab, 4, newer, SlotState.STAGING)
+    fill(slot, 999)  # what training has copied so far
+    shard = local_copies.slot_shard
+
+    def then_complete(*args: Any, **more: Any) -> Any:
+        made = shard(*args, **more)
+        fill(slot, 4)
+        slot.set_state(SlotState.KEPT)
+        return made
+
+    monkeypatch.setattr(local_copies, "slot_shard", then_complete)
+    assert copied(copies, slab, slot, header) is None
+    assert copies.of_rank(0) == {}
+    assert not list(disk.rglob("*.safetensors"))
+    fill(slot, 4)
+    slot.set_state(SlotState.KEPT)
+    monkeypatch.undo()
+    assert copied(copies, slab, slot, slot.header)
+    assert set(copies.of_rank(0)) == {newer}
+
+
+def test_a_slot_that_changed_after_it_was_digested_makes_no_copy(
+    disk: Path, root: Path, slab: Slab, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies, slot = copies_in(disk, root), put(slab, 3, new_save_id(), SlotState.KEPT)
+    with slot.data() as data:
+        digests = tuple(chunk_digest(data[at : at + 2**22]) for at in range(0, len(data), 2**22))
+        data[5] ^= 1
+    assert copied(copies, slab, slot, slot.header, known=lambda: digests) is None
+    assert "changed after it was digested" in caplog.text
+    assert copies.of_rank(0) == {}
+
+
+def test_no_error_of_a_copy_reaches_the_thread_that_writes_to_storage(
+    disk: Path, root: Path, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_threads(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(local_copies, "slot_shard", no_threads)
+    slot = put(slab, 3, new_save_id(), SlotState.STAGED)
+    assert copied(copies_in(disk, root), slab, slot, slot.header) is None
+    header = slot.header
+    slab.close()
+    assert copied(copies_in(disk, root), slab, slot, header) is None
+
+
+def test_the_newest_save_that_all_ranks_have_outlives_newer_ones_of_one_rank(
+    disk: Path, root: Path, slab: Slab
+) -> None:
+    copies, names = copies_in(disk, root), [new_save_id() for _ in range(5)]
+
+    def keep(rank: int, iteration: int) -> None:
+        slot = put(slab, iteration, names[iteration], SlotState.KEPT)
+        header = slot.header
+        settings = {"threads": 1, "history": None, "ranks": (0, 1)}
+        meta = msgspec.structs.replace(slot.meta, rank=rank)
+        assert copies.keep(rank, slab, slot.index, header, meta, **settings)
+
+    keep(1, 1)
+    for iteration in (1, 2, 3):
+        keep(0, iteration)
+    assert copies_on(disk) == [(1, 0), (1, 1), (2, 0), (3, 0)]
+    keep(1, 3)
+    keep(0, 4)
+    assert copies_on(disk) == [(3, 0), (3, 1), (4, 0)]
+
+
+def test_another_copy_replaces_a_damaged_one(disk: Path, root: Path, slab: Slab) -> None:
+    save_id = new_save_id()
+    slot = put(slab, 3, save_id, SlotState.KEPT)
+    whole, damaged = copies_in(disk / "a", root), copies_in(disk / "b", root)
+    for copies in (whole, damaged):
+        assert copied(copies, slab, slot, slot.header)
+    (shard,) = (disk / "b").rglob("*.safetensors")
+    os.truncate(shard, shard.stat().st_size - 1)
+    first, otherwise = damaged.of_rank(0)[save_id], whole.of_rank(0)[save_id]
+    assert filled(0, [first], huge_pages=False) is None
+    first = dataclasses.replace(first, otherwise=otherwise)
+    slots = filled(0, [first], huge_pages=False)
+    assert slots is not None
+    assert slots.holds(save_id)
+    slots.slab.close()
+
+
+def test_a_copy_that_is_being_made_does_not_outlive_an_orderly_end(
+    node: Node, root: Path, config: Config, disk: Path
+) -> None:
+    """Its save is for memory only, so it is written to storage at the end."""
+    trainer, save_id = node.trainer(root, config=config), new_save_id()
+    agent = trainer.client.agent_pid
+    assert trainer.save(3).error is None
+    (place,) = disk.iterdir()
+    with blocked_open(place / iteration_dir(4) / shard_name(0, save_id)) as unblock:
+        trainer.keep(4, save_id)
+        trainer.hang_up(leave=True)
+        eventually("the last commit", lambda: (root / TRACKER).read_text() == "4")
+        time.sleep(0.5)  # the agent is about to end
+        assert is_alive(agent)
+        unblock()
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert [path for path in disk.rglob("*") if path.is_file()] == []
+
+
+def test_a_local_disk_that_hangs_does_not_keep_the_agent(
+    node: Node, root: Path, config: Config, disk: Path
+) -> None:
+    trainer, save_id = node.trainer(root, config=config), new_save_id()
+    agent = trainer.client.agent_pid
+    assert trainer.save(3).error is None
+    (place,) = disk.iterdir()
+    with blocked_open(place / iteration_dir(4) / shard_name(0, save_id)):
+        trainer.keep(4, save_id)
+        trainer.hang_up(leave=True)
+        eventually("the end of the agent", lambda: not is_alive(agent), 40.0)
+    assert (root / TRACKER).read_text() == "4"
