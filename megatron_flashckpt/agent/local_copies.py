@@ -24,6 +24,7 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.agent import slot_bytes
+from megatron_flashckpt.agent.freeing import in_background
 from megatron_flashckpt.agent.held_directory import resolved
 from megatron_flashckpt.agent.recovery import Copy
 from megatron_flashckpt.agent.shard_writer import slot_shard
@@ -55,6 +56,8 @@ from megatron_flashckpt.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _SLOT = ".slot"
+#: Longest wait for the names on a local disk; far below `agent.answer_timeout_s`.
+_LOOK_S = 5.0
 _DIGEST_NBYTES = len(xxhash.xxh3_64_hexdigest(b""))
 
 
@@ -222,25 +225,42 @@ class LocalCopies:
 
     def saves(self) -> set[tuple[int, str]]:
         """Return iteration and id of every save of which there is a copy, of any rank."""
-        if self._store is None:
-            return set()
-        try:
-            found = list(_files(self._store))
-        except (FlashCkptError, OSError) as error:
-            logger.error("local copies are not used: %s", shown_error(error))
-            return set()
-        return {(*save,) for save, name in found if name.endswith(_SLOT)}
+        _, files = self._listed()
+        return {(*save,) for save, name in files if name.endswith(_SLOT)}
+
+    def _listed(self) -> tuple[Store | None, list[tuple[Save, str]]]:
+        """Return all files of copies; none if the disk does not answer, which is logged.
+
+        A trainer waits for the answer, and kills an agent that gives none.
+        """
+        store, listed, has_ended = self._store, list[tuple[Save, str]](), threading.Event()
+        if store is None:
+            return None, []
+
+        def look() -> None:
+            try:
+                listed.extend(_files(store))
+            except (FlashCkptError, OSError) as error:
+                listed.clear()
+                logger.error("local copies are not used: %s", shown_error(error))
+            finally:
+                has_ended.set()
+
+        in_background(look)
+        if has_ended.wait(_LOOK_S):
+            return store, listed
+        logger.error("local copies are not used: %s does not answer", store.place)
+        return store, []
 
     def of_rank(self, rank: int) -> dict[str, Copy]:
         """Return the copies of a rank's checkpoints, by save; log those that are not used."""
-        store, copies = self._store, dict[str, Copy]()
-        if store is None:
+        copies = dict[str, Copy]()
+        store, files = self._listed()
+        of_rank = [save for save, name in files if name == _slot_name(save.save_id, rank)]
+        if store is None or not of_rank:
             return copies
         try:
-            files = list(_files(store))
-            of_rank = [save for save, name in files if name == _slot_name(save.save_id, rank)]
-            if of_rank:
-                _require_own(store)
+            _require_own(store)
         except (FlashCkptError, OSError) as error:
             logger.error("local copies are not used: %s", shown_error(error))
             return copies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from megatron_flashckpt.agent import local_copies
 from megatron_flashckpt.agent.local_copies import LocalCopies
 from megatron_flashckpt.agent.recovery import filled
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Config, LocalTier
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir, shard_name
@@ -23,6 +25,7 @@ from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.store import Store
 from tests.agent.conftest import Node
 from tests.support.stored import assert_intact, names_in
 from tests.support.trainer import (
@@ -368,3 +371,28 @@ def test_a_local_disk_that_hangs_does_not_keep_the_agent(
         trainer.hang_up(leave=True)
         eventually("the end of the agent", lambda: not is_alive(agent), 40.0)
     assert (root / TRACKER).read_text() == "4"
+
+
+def test_a_disk_that_does_not_answer_has_no_copies(
+    disk: Path,
+    root: Path,
+    slab: Slab,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copies, slot = copies_in(disk, root), put(slab, 3, new_save_id(), SlotState.KEPT)
+    assert copied(copies, slab, slot, slot.header)
+    answers, files = threading.Event(), local_copies._files
+
+    def waiting(store: Store) -> Iterator[tuple[Save, str]]:
+        answers.wait(30)
+        return files(store)
+
+    monkeypatch.setattr(local_copies, "_files", waiting)
+    monkeypatch.setattr(local_copies, "_LOOK_S", 0.05)
+    assert copies.saves() == set()
+    assert copies.of_rank(0) == {}
+    assert caplog.text.count("does not answer") == 2
+    answers.set()
+    monkeypatch.setattr(local_copies, "_LOOK_S", 20.0)
+    assert copies.saves() == {(3, slot.header.save_id)}
