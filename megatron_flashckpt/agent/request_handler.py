@@ -73,7 +73,7 @@ class RequestHandler:
         if isinstance(request, p.Staged):
             self._staged(number, request, process)
             return (p.Done(),)
-        on_disk = self._node.local_copies.saves() if isinstance(request, p.TakeSlab) else set()
+        on_disk = self._on_disk(number) if isinstance(request, p.TakeSlab) else set()
         with self._node.changed:
             rank = self._served(number, process)
             match request:
@@ -145,6 +145,17 @@ class RequestHandler:
         if rank.incarnations.served != process:
             raise AgentError(str(ReplacedError(rank.incarnations.served)))
         return rank
+
+    def _on_disk(self, number: int) -> set[tuple[int, str]]:
+        """Return the saves on the local disk if the rank has none in memory and may ask for them.
+
+        The disk may hang, and a rank repeats the request while its slots are digested.
+        """
+        with self._node.changed:
+            rank = self._node.ranks.get(number)
+            if rank is not None and rank.slots is not None and rank.slots.offers():
+                return set()
+        return self._node.local_copies.saves()
 
     def _lend(self, request: p.LendSlab) -> tuple[p.Reply] | tuple[p.Reply, int]:
         """Return the slab of a rank to another rank. The caller holds the lock.
