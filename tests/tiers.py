@@ -36,6 +36,7 @@ SECOND = (
     "agent/test_foreground.py",
     "agent/test_forks.py",
     "agent/test_gpu_ranks.py",
+    "agent/test_local_copies.py",
     "agent/test_object_store.py",
     "agent/test_real_faults.py",
     "agent/test_resources.py",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from tests.support.trainer import (
     FakeTrainer,
     blocked_shard,
     content,
+    copy_tree,
     eventually,
     is_alive,
     new_save_id,
@@ -143,13 +142,7 @@ def _tar(source: Path, copy: Path) -> None:
     subprocess.run(["sh", "-c", command], stderr=subprocess.DEVNULL, check=False)
 
 
-def _file_by_file(source: Path, copy: Path) -> None:
-    """Copy as `rsync` and `cp` do: files that disappear meanwhile are left out."""
-    with contextlib.suppress(shutil.Error):
-        shutil.copytree(source, copy)
-
-
-@pytest.mark.parametrize("take", [_tar, _file_by_file])
+@pytest.mark.parametrize("take", [_tar, copy_tree])
 def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
     node: Node, root: Path, tmp_path: Path, take: Callable[[Path, Path], None]
 ) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatron_flashckpt.file_format.file_names import ALIVE
 from tests.agent.conftest import Node
 from tests.support.processes import open_files
 from tests.support.stored import stored
-from tests.support.trainer import eventually, is_alive, new_save_id, remove_tree
+from tests.support.trainer import copy_tree, eventually, is_alive, new_save_id, remove_tree
 
 _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 
@@ -164,7 +163,7 @@ def test_memory_outlives_a_new_device_number_of_its_directory(
     assert trainer.keep(12).kept
     trainer.hang_up()
     eventually("the end of its sign of life", lambda: not list((root / ALIVE).glob("*")))
-    shutil.copytree(root, tmp_path / "copy")
+    copy_tree(root, tmp_path / "copy")
     root.rename(tmp_path / "away")
     (tmp_path / "copy").rename(root)
     if not at_once:

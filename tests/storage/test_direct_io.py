@@ -20,7 +20,7 @@ import pytest
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, DirectIo, DirectMode, is_aligned
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.storage.test_posix import open_descriptors
+from tests.support.processes import nothing_left_open
 
 MIB = 2**20
 
@@ -210,15 +210,14 @@ def test_a_disk_error_is_raised_and_not_retried_through_the_cache(
     def fail(direct: bool) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    before = open_descriptors()
-    writer = storage(tmp_path).writer("f", len(memory))
-    calls.act = fail
-    with pytest.raises(StorageError, match="check it before the next save"):
-        writer.write_at(0, memoryview(memory))
-    assert calls.direct == [True]
-    writer.abandon()
+    with nothing_left_open():
+        writer = storage(tmp_path).writer("f", len(memory))
+        calls.act = fail
+        with pytest.raises(StorageError, match="check it before the next save"):
+            writer.write_at(0, memoryview(memory))
+        assert calls.direct == [True]
+        writer.abandon()
     assert os.listdir(tmp_path) == []
-    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize(("slow", "verdict"), [(True, False), (False, True)])

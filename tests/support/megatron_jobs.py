@@ -26,7 +26,7 @@ from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.forked.job import free_port, run_forked
 from tests.support.forked.nursery import COMMON, CPU_MEGATRON, REPO
-from tests.support.trainer import eventually
+from tests.support.trainer import copy_tree, eventually
 
 JOB = REPO / "tests/support/jobs/traced_gpt.py"
 PATCH = REPO / "patches/core_v0.17.1.patch"
@@ -236,7 +236,7 @@ def truncated_copy(save: Path, copy: Path, iteration: int) -> Path:
     copy.mkdir()
     for directory in save.glob("iter_*"):
         if int(directory.name[5:]) <= iteration:
-            shutil.copytree(directory, copy / directory.name)
+            copy_tree(directory, copy / directory.name)
     (copy / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return copy
 

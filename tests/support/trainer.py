@@ -88,6 +88,15 @@ def remove_tree(path: Path) -> None:
     eventually(f"{path} is removed", is_gone)
 
 
+def copy_tree(source: Path, copy: Path) -> None:
+    """Copy a save directory as `cp` does: what its agent removes meanwhile is left out."""
+    try:
+        shutil.copytree(source, copy)
+    except shutil.Error as error:
+        if any(os.path.lexists(name) for name, _, _ in error.args[0]):
+            raise
+
+
 def new_save_id() -> str:
     """Return a new name of a save, of one run that no trainer has opened."""
     return save_name(_UNOPENED, next(_saves))

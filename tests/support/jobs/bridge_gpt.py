@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import hashlib
 import sys
 from typing import Any
 
@@ -60,8 +61,10 @@ class Report(Callback):  # type: ignore[misc]
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         loss = context.loss_dict["loss"].item()
-        weights = [weight.detach().double().sum() for weight in context.model[0].parameters()]
-        print(f"after loss {loss.hex()} weights {sum(weights).item().hex()}", flush=True)
+        weights = hashlib.sha256()
+        for weight in context.model[0].parameters():
+            weights.update(weight.detach().contiguous().view(torch.uint8).numpy())
+        print(f"after loss {loss.hex()} weights {weights.hexdigest()}", flush=True)
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         print("on_checkpoint_save", flush=True)
