@@ -51,7 +51,7 @@ def test_only_the_listed_modules_remove_rename_or_truncate_files() -> None:
 MAY_DELETE = {
     "agent.janitor": "all that no run needs",
     "agent.alive": "the sign of life of its own run",
-    "agent.local_copies": "its own directory on a local disk",
+    "agent.copy_files": "its own directory on a local disk",
     "agent.durable_commands": "the mark of a save whose command has ended",
     "catalog.history": "the oldest events, which no load reads",
     "convert.writers.flashckpt": "the run that it has opened in vain",

@@ -1,4 +1,4 @@
-"""What messages tell people to check or to change, by the kind of a store."""
+"""Advice in messages about a store that does not do what it should, by kind of store."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class Advice(NamedTuple):
     """Ends of messages about a store that does not do what it should."""
 
     needs: str
-    """What saves need, for a store that does it wrongly."""
+    """Needs of saves, for a store that does it wrongly."""
     away: str
-    """What to check if the store does not answer, or has lost what it held."""
+    """Checks for a store that does not answer, or has lost what it held."""
     unseen: str
-    """Why a node may not see what other nodes have written, and what to do."""
+    """Reason and remedy if a node does not see what other nodes have written."""
 
 
 FILES = Advice(

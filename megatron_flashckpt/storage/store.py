@@ -66,7 +66,7 @@ class Store(Protocol):
 
     @property
     def advice(self) -> Advice:
-        """What messages about this kind of store advise."""
+        """Advice of messages about this kind of store."""
 
     @property
     def pace(self) -> Pace:

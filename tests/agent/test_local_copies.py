@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent import local_copies
+from megatron_flashckpt.agent import copy_files, local_copies
 from megatron_flashckpt.agent.local_copies import LocalCopies
 from megatron_flashckpt.agent.recovery import filled
 from megatron_flashckpt.catalog.lineage import Save
@@ -245,7 +245,7 @@ def slab() -> Iterator[Slab]:
 def copied(
     copies: LocalCopies, slab: Slab, slot: Slot, header: SlotHeader, **more: Any
 ) -> tuple[str, ...] | None:
-    settings = {"threads": 1, "history": None, "ranks": (0,), **more}
+    settings = {"threads": 1, "history": None, "ranks": (0,), "known": lambda: None, **more}
     return copies.keep(more.pop("rank", 0), slab, slot.index, header, None, **settings)
 
 
@@ -257,7 +257,7 @@ def test_a_slot_that_gets_another_save_makes_no_copy(
     header = put(slab, 3, new_save_id(), SlotState.KEPT).header
     slot = put(slab, 4, newer, SlotState.STAGING)
     fill(slot, 999)  # what training has copied so far
-    shard = local_copies.slot_shard
+    shard = copy_files.slot_shard
 
     def then_complete(*args: Any, **more: Any) -> Any:
         made = shard(*args, **more)
@@ -265,7 +265,7 @@ def test_a_slot_that_gets_another_save_makes_no_copy(
         slot.set_state(SlotState.KEPT)
         return made
 
-    monkeypatch.setattr(local_copies, "slot_shard", then_complete)
+    monkeypatch.setattr(copy_files, "slot_shard", then_complete)
     assert copied(copies, slab, slot, header) is None
     assert copies.of_rank(0) == {}
     assert not list(disk.rglob("*.safetensors"))
@@ -294,7 +294,7 @@ def test_no_error_of_a_copy_reaches_the_thread_that_writes_to_storage(
     def no_threads(*args: Any, **more: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(local_copies, "slot_shard", no_threads)
+    monkeypatch.setattr(copy_files, "slot_shard", no_threads)
     slot = put(slab, 3, new_save_id(), SlotState.STAGED)
     assert copied(copies_in(disk, root), slab, slot, slot.header) is None
     header = slot.header
@@ -310,7 +310,7 @@ def test_the_newest_save_that_all_ranks_have_outlives_newer_ones_of_one_rank(
     def keep(rank: int, iteration: int) -> None:
         slot = put(slab, iteration, names[iteration], SlotState.KEPT)
         header = slot.header
-        settings = {"threads": 1, "history": None, "ranks": (0, 1)}
+        settings = {"threads": 1, "history": None, "ranks": (0, 1), "known": lambda: None}
         meta = msgspec.structs.replace(slot.meta, rank=rank)
         assert copies.keep(rank, slab, slot.index, header, meta, **settings)
 
@@ -382,13 +382,13 @@ def test_a_disk_that_does_not_answer_has_no_copies(
 ) -> None:
     copies, slot = copies_in(disk, root), put(slab, 3, new_save_id(), SlotState.KEPT)
     assert copied(copies, slab, slot, slot.header)
-    answers, files = threading.Event(), local_copies._files
+    answers, files = threading.Event(), copy_files.files
 
     def waiting(store: Store) -> Iterator[tuple[Save, str]]:
         answers.wait(30)
         return files(store)
 
-    monkeypatch.setattr(local_copies, "_files", waiting)
+    monkeypatch.setattr(copy_files, "files", waiting)
     monkeypatch.setattr(local_copies, "_LOOK_S", 0.05)
     assert copies.saves() == set()
     assert copies.of_rank(0) == {}
