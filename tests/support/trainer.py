@@ -231,6 +231,8 @@ class FakeTrainer:
 
     def begin(self, iteration: int, save_id: str, wait_s: float = 0.0) -> Slot | None:
         """Acquire a slot and write its header and metadata; None if all slots are busy."""
+        # The janitor ends a save of another run as dead as soon as it sees the save's first file.
+        assert self.run is None or run_of(save_id) == self.run.name, "a save of another run"
         layout = self.layout
         meta = msgspec.msgpack.encode(
             SlotMeta(

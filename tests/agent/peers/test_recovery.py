@@ -156,7 +156,7 @@ def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         made.join(run_after(None))
-        save_id = new_save_id()
+        save_id = made.trainers[0].new_save_id()
         shard = made.root / file_names.iteration_dir(10) / file_names.shard_name(1, save_id)
         with blocked_open(shard) as unblock:
             made.stage(10, save_id)
