@@ -42,7 +42,7 @@ from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.gc_pause import gc_paused
-from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.opening import is_url, open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.store import Store
 
@@ -287,6 +287,12 @@ def _refuse_foreign(candidates: Candidates, request: LoadRequest, call: LoadCall
             f"{call.directory}: iteration {other.iteration} is in a format of another program; "
             "write it in this package's format with 'flashckpt convert', or load from another "
             "directory"
+        )
+    if other is not None and is_url(call.directory or ""):
+        raise UnsupportedError(
+            f"{call.directory}: iteration {other.iteration} is in Megatron's own format, which "
+            "Megatron itself loads from a directory only, so the job would start from scratch; "
+            "copy the checkpoint to a directory and load it from there with --load DIR"
         )
     problem = candidates.offered.foreign
     if problem is not None and request.optimizer is not None:

@@ -50,3 +50,16 @@ def test_wrong_credentials_are_named_before_the_first_step(tmp_path: Path, s3_ur
     remedy = "check the credentials of this process (for S3: AWS_ACCESS_KEY_ID and"
     assert refused.log.count(remedy) == 1
     assert agents_under(tmp_path) == [], "no agent keeps them"
+
+
+def test_a_checkpoint_of_stock_in_a_bucket_is_no_start_from_scratch(
+    tmp_path: Path, s3_url: str
+) -> None:
+    store = ObjectStore(s3_url)
+    store.put("iter_0000005/metadata.json", b'{"sharded_backend": "torch_dist"}')
+    store.put("latest_checkpointed_iteration.txt", b"5")
+    schedule = [*"--train-iters 1 --save-interval 1 --save".split(), str(tmp_path / "save")]
+    refused = run_job(tmp_path, "a", [*LAYOUT, *schedule, "--load", s3_url], ranks=1)
+    assert refused.returncode != 0
+    assert refused.losses() == {}
+    assert f"UnsupportedError: {s3_url}: iteration 5 is in Megatron's own format" in refused.log
