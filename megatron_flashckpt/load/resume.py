@@ -282,17 +282,14 @@ def _opened(candidates: Candidates, call: LoadCall, directory: _LoadDirectory) -
 def _refuse_foreign(candidates: Candidates, request: LoadRequest, call: LoadCall) -> None:
     """Raise an error if neither this package nor the caller can load the named checkpoint."""
     other = candidates.other_program
-    if other is not None and call.policy.takes_own_formats_only:
+    if other is not None and (
+        call.policy.takes_own_formats_only
+        or is_url(call.directory or "")  # Megatron would find nothing, and start from scratch
+    ):
         raise UnsupportedError(
             f"{call.directory}: iteration {other.iteration} is in a format of another program; "
-            "write it in this package's format with 'flashckpt convert', or load from another "
-            "directory"
-        )
-    if other is not None and is_url(call.directory or ""):
-        raise UnsupportedError(
-            f"{call.directory}: iteration {other.iteration} is in Megatron's own format, which "
-            "Megatron itself loads from a directory only, so the job would start from scratch; "
-            "copy the checkpoint to a directory and load it from there with --load DIR"
+            "write it in this package's format with 'flashckpt convert' (what is in a bucket, copy "
+            "to a directory first), or load from another directory"
         )
     problem = candidates.offered.foreign
     if problem is not None and request.optimizer is not None:

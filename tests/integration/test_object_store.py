@@ -62,4 +62,6 @@ def test_a_checkpoint_of_stock_in_a_bucket_is_no_start_from_scratch(
     refused = run_job(tmp_path, "a", [*LAYOUT, *schedule, "--load", s3_url], ranks=1)
     assert refused.returncode != 0
     assert refused.losses() == {}
-    assert f"UnsupportedError: {s3_url}: iteration 5 is in Megatron's own format" in refused.log
+    assert (
+        f"UnsupportedError: {s3_url}: iteration 5 is in a format of another program" in refused.log
+    )
