@@ -38,7 +38,7 @@ def load_args_from_checkpoint(args: Any, *more: Any, **named: Any) -> Any:
     """
     from megatron_flashckpt.load import argument_source
     from megatron_flashckpt.megatron_lm import stock
-    from megatron_flashckpt.megatron_lm.compat import loads_by_msc
+    from megatron_flashckpt.megatron_lm.compat import is_known_to_msc_alone
 
     module: Any = stock.checkpointing()
     original = stock.original("checkpointing", "load_args_from_checkpoint")
@@ -46,7 +46,7 @@ def load_args_from_checkpoint(args: Any, *more: Any, **named: Any) -> Any:
     load_arg = bound.get("load_arg", "load")
     root = getattr(args, load_arg, None)
     source = None
-    if root is not None and not loads_by_msc(args, root):
+    if root is not None and not is_known_to_msc_alone(args, root):
         source = _source(root, getattr(args, "ckpt_step", None))
     argument_source.note(load_arg, None)
     if source is None:

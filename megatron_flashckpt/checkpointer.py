@@ -169,7 +169,6 @@ class Checkpointer:
                     weights_only=weights_only,
                     strict=strict,
                     timeout_s=timeout_s,
-                    takes_own_formats_only=True,
                 ),
                 config=self._config,
                 model_state=self._saves.model_state,

@@ -29,7 +29,7 @@ from megatron_flashckpt.config import Config
 logger = logging.getLogger(__name__)
 
 #: Credentials and endpoints of object stores.
-_OF_STORES = ("AWS_*", "GOOGLE_*", "AZURE_*")
+_OF_STORES = ("AWS_*", "GOOGLE_*", "AZURE_*", "MSC_*")
 #: Environment variables that an agent inherits; `agent.environment` adds others. Paths of Python
 #: packages include those of EasyBuild, Guix, Nix and conda. The job ids are for batch systems that
 #: find the processes of a job by them.

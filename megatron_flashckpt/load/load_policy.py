@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from megatron_flashckpt.megatron_lm.side_state import COMMON_STATE
+
+
+def nothing(directory: str) -> bool:
+    """Return that a caller loads nothing itself."""
+    return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,8 +35,9 @@ class LoadPolicy:
     """False: read the side state only."""
     needs: tuple[str, ...] = COMMON_STATE
     """Keys of the common state without which the caller cannot resume."""
-    takes_own_formats_only: bool = False
-    """True: a checkpoint of another program is an error. False: the caller loads it itself."""
+    caller_loads: Callable[[str], bool] = nothing
+    """Returns whether the caller itself loads from a directory what other programs wrote there;
+    otherwise it is an error."""
     uses_checkpoint_args: bool = False
     """True: ranks have taken args from checkpoints, which must agree (`argument_source`)."""
     pretrained: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -15,7 +16,13 @@ from megatron_flashckpt.load import resume, training_state
 from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.loader import LoadedCheckpoint
 from megatron_flashckpt.megatron_lm import announcements, stock
-from megatron_flashckpt.megatron_lm.compat import feature, keeps_given_rates, loads_by_msc, takes
+from megatron_flashckpt.megatron_lm.compat import (
+    feature,
+    is_known_to_msc_alone,
+    keeps_given_rates,
+    loads_itself,
+    takes,
+)
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -39,7 +46,7 @@ def load(call: stock.LoadCall, margs: Any) -> tuple[int, Any] | None:
         client for storage knows it.
     """
     load_dir = getattr(margs, call.load_arg)
-    if loads_by_msc(margs, load_dir):
+    if is_known_to_msc_alone(margs, load_dir):
         return None
     saves = session.checkpointer(margs.save) if margs.save else None
     is_concerned = saves is not None and session.startup(margs.save).concerns(call.optimizer)
@@ -93,6 +100,7 @@ def _policy(call: stock.LoadCall, margs: Any) -> LoadPolicy:
         words=least_words(margs),
         fill=not call.skip_model_and_optimizer,
         needs=COMMON_STATE if margs.finetune else MEGATRON_STATE,
+        caller_loads=functools.partial(loads_itself, margs),
         uses_checkpoint_args=bool(getattr(margs, "use_checkpoint_args", False)),
         pretrained=getattr(margs, "pretrained_checkpoint", None),
         timeout_s=None if minutes is None else 60.0 * minutes,

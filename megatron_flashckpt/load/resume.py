@@ -42,7 +42,7 @@ from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.gc_pause import gc_paused
-from megatron_flashckpt.storage.opening import is_url, open_store
+from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.store import Store
 
@@ -282,10 +282,7 @@ def _opened(candidates: Candidates, call: LoadCall, directory: _LoadDirectory) -
 def _refuse_foreign(candidates: Candidates, request: LoadRequest, call: LoadCall) -> None:
     """Raise an error if neither this package nor the caller can load the named checkpoint."""
     other = candidates.other_program
-    if other is not None and (
-        call.policy.takes_own_formats_only
-        or is_url(call.directory or "")  # Megatron would find nothing, and start from scratch
-    ):
+    if other is not None and not call.policy.caller_loads(str(call.directory)):
         raise UnsupportedError(
             f"{call.directory}: iteration {other.iteration} is in a format of another program; "
             "write it in this package's format with 'flashckpt convert' (what is in a bucket, copy "

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
+from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.megatron_lm.old_releases import has_async_utils as has_async_utils
 from megatron_flashckpt.megatron_lm.stock import (
     LOAD_REQUIRED,
@@ -27,7 +28,8 @@ from megatron_flashckpt.megatron_lm.stock import (
     original,
     stock_module,
 )
-from megatron_flashckpt.storage.opening import MSC
+from megatron_flashckpt.storage.msc_profile import MSC, bucket_of
+from megatron_flashckpt.storage.opening import is_url
 
 #: Names in Megatron's `checkpointing` that every release has.
 _REQUIRED = (
@@ -116,14 +118,26 @@ def exists(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def loads_by_msc(args: Any, root: str | None) -> bool:
-    """Return whether `root` is loaded by Megatron, through NVIDIA's Multi-Storage Client.
+def loads_itself(args: Any, root: str) -> bool:
+    """Return whether Megatron itself can load from `root` what is in its own formats.
 
-    Until core 0.17 `enable_msc` is set whether or not the client is installed. Without the client
-    Megatron takes `root` for a missing directory, and the job would start from scratch.
+    Object stores it reaches by NVIDIA's Multi-Storage Client alone. Until core 0.17 `enable_msc` is
+    set whether or not the client is installed. Without the client Megatron takes `root` for a
+    missing directory, and the job would start from scratch.
     """
-    is_enabled = root is not None and root.startswith(MSC) and getattr(args, "enable_msc", False)
-    return bool(is_enabled) and exists("multistorageclient")
+    is_by_msc = root.startswith(MSC) and bool(getattr(args, "enable_msc", False))
+    return not is_url(root) or (is_by_msc and exists("multistorageclient"))
+
+
+def is_known_to_msc_alone(args: Any, root: str | None) -> bool:
+    """Return whether only Megatron can load from `root`, because of what its profile says."""
+    if root is None or not root.startswith(MSC) or not loads_itself(args, root):
+        return False
+    try:
+        bucket_of(root)
+    except ConfigError:
+        return True
+    return False
 
 
 def _parameters(args: Any) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ from datetime import timedelta
 from megatron_flashckpt.errors import AlreadyExistsError, ConfigError, StorageError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.advice import OBJECTS
+from megatron_flashckpt.storage.msc_profile import Bucket
 from megatron_flashckpt.storage.object_writer import ObjectWriter
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen, cut
 from megatron_flashckpt.storage.store import Entry, Pace, check_name
@@ -65,8 +67,11 @@ class ObjectStore:
     # S3 bears 5,500 reads per second of one prefix, and each one is paid for.
     pace = Pace(shortest_s=0.5, longest_s=5.0, most_per_s=500)
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, bucket: Bucket | None = None) -> None:
         """Take credentials, endpoint and time-outs from the environment, as obstore documents them.
+
+        Args:
+            bucket: what `url` stands for, and what counts before the environment; None: itself.
 
         Raises:
             ConfigError: obstore is missing, or does not accept the URL or the environment.
@@ -80,10 +85,13 @@ class ObjectStore:
                 f"{url}: object stores need the package obstore: with Python 3.11 or newer, run "
                 "'pip install megatron_flashckpt[object]'"
             ) from error
+        real, config, allows_http = bucket or Bucket(self._url)
+        client = {"allow_http": True} if allows_http else None
+        opened = functools.partial(from_url, real, config=dict(config), client_options=client)
         try:
-            self._client = from_url(self._url, retry_config={"max_retries": 0})
+            self._client = opened(retry_config={"max_retries": 0})
             #: For the parts of an upload, which may be repeated without harm.
-            self._part_client = from_url(self._url, retry_config={"retry_timeout": _PART_S})
+            self._part_client = opened(retry_config={"retry_timeout": _PART_S})
         except (BaseError, ValueError) as error:
             raise ConfigError(f"{url}: cannot be opened ({_text(error)})") from error
 

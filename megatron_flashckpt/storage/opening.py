@@ -6,18 +6,16 @@ import os
 
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
+from megatron_flashckpt.storage.msc_profile import MSC, bucket_of
 from megatron_flashckpt.storage.object_store import SCHEMES, ObjectStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
-
-#: Beginning of the paths of NVIDIA's Multi-Storage Client, which only Megatron's own load knows.
-MSC = "msc://"
 
 
 def is_url(root: str | os.PathLike[str]) -> bool:
     """Return whether `root` names an object store that this package can use."""
     scheme, found, _ = str(root).partition("://")
-    return bool(found) and scheme in SCHEMES
+    return bool(found) and (scheme in SCHEMES or str(root).startswith(MSC))
 
 
 def refuse_unusable(root: str | os.PathLike[str]) -> None:
@@ -61,21 +59,17 @@ def open_store(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Sto
     """Return the store at `root`. A directory that is missing is made by the first write.
 
     Args:
-        root: a path, or a URL of one of `SCHEMES`.
+        root: a path, or a URL: of one of `SCHEMES`, or `msc://PROFILE/...`.
         direct_io: decides whether files written by `Store.writer` bypass the page cache.
 
     Raises:
         ConfigError: `root` is a URL of another kind, or cannot be opened.
     """
+    if str(root).startswith(MSC):
+        return ObjectStore(str(root), bucket_of(str(root)))
     if is_url(root):
         return ObjectStore(str(root))
-    if str(root).startswith(MSC):
-        raise ConfigError(
-            f"{root}: is of NVIDIA's Multi-Storage Client, whose profiles are not read here; give "
-            "the URL of the profile's bucket, such as s3://BASE_PATH/..., and its endpoint and "
-            "credentials as variables"
-        )
     if "://" in str(root):
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        known = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, "msc"))
         raise ConfigError(f"{root}: is of no known kind; use {known} or a path")
     return PosixStore(root, direct_io)

@@ -675,7 +675,7 @@ def test_a_directory_to_write_must_be_a_path(
         main([*arguments, path])
     assert caught.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert ("names no directory" if not path.strip() else "msc://profile/save: is ") in error
+    assert ("names no directory" if not path.strip() else "msc://profile/save: ") in error
     assert list(tmp_path.iterdir()) == []
 
 

@@ -246,7 +246,7 @@ def test_a_path_of_a_client_that_is_not_installed_starts_nothing_from_scratch(
     for event in ran.of("of_another_client"):
         name, message = event["error"]
         assert name == "ConfigError"
-        assert "msc://profile/job: is of NVIDIA's Multi-Storage Client" in message
+        assert "msc://profile/job: no file of the Multi-Storage Client has profiles" in message
 
 
 def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: CasesJob) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,28 @@ def test_a_job_in_a_bucket_resumes_from_memory_and_from_storage(
     assert committed_iterations(store) == [3, 6]
     for iteration in (3, 6):
         assert verify(open_checkpoint(store, iteration)) == []
-    resumed = run("c", s3_url, "--ckpt-step", "3", nodes=2)
+    by_profile = {
+        "MSC_CONFIG": str(tmp_path / "msc.json"),
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",  # the profile counts
+    }
+    of_profile = another_name(s3_url, tmp_path / "msc.json")
+    resumed = run("c", of_profile, "--ckpt-step", "3", nodes=2, env=by_profile)
     assert "iteration 3 was restored from storage" in resumed.log
     assert committed_iterations(store) == [3, 6], "two agents have met in the bucket alone"
     for losses in (killed.losses(1), resumed.losses()):
         assert losses == {iteration: undisturbed[iteration] for iteration in (4, 5, 6)}
-    assert list(tmp_path.rglob("s3:")) == [], "a URL is no local directory"
+    assert list(tmp_path.rglob("*:")) == [], "a URL is no local directory"
     agents = tmp_path / "run"
     eventually("the end of both agents", lambda: not list(agents.rglob("*.log")))
+
+
+def another_name(url: str, config: Path) -> str:
+    """Return the name of a profile of the Multi-Storage Client, which is not installed."""
+    base, _, job = url.removeprefix("s3://").rpartition("/")
+    options = {"base_path": base, "endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+    provider = {"storage_provider": {"type": "s3", "options": options}}
+    config.write_text(json.dumps({"profiles": {"mine": provider}}))
+    return f"msc://mine/{job}"
 
 
 def test_wrong_credentials_are_named_before_the_first_step(tmp_path: Path, s3_url: str) -> None:
