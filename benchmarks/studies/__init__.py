@@ -4,6 +4,7 @@ from benchmarks.studies import (
     cluster_model,
     exchange,
     growth,
+    objects,
     persist,
     plan,
     redundancy,
@@ -29,4 +30,5 @@ STUDIES: tuple[Study, ...] = (
     scale.STUDY,
     cluster_model.STUDY,
     persist.STUDY,
+    objects.STUDY,
 )

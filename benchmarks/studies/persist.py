@@ -57,7 +57,7 @@ def layout_of(rank: int, mib: int) -> Layout:
 class Rank:
     """Rank whose slots hold random bytes; a save only sends the "staged" message."""
 
-    def __init__(self, root: Path, config: Config, rank: int, mib: int) -> None:
+    def __init__(self, root: Path | str, config: Config, rank: int, mib: int) -> None:
         self._root, self._rank = root, rank
         self._layout = layout_of(rank, mib)
         self.nbytes = self._layout.nbytes

@@ -1,0 +1,200 @@
+"""The ways that the study compares. Each one has a state in two halves to save and load."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks.studies.persist import RANKS, Rank, layout_of
+from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.layout.template import pieces_of
+from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.targets import Targets
+from megatron_flashckpt.storage.object_store import part_nbytes
+from megatron_flashckpt.storage.opening import open_store
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+#: Bytes of one request of a load, as in `storage.object_store`.
+_BLOCK_NBYTES = 16 * 2**20
+
+
+class Way(Protocol):
+    """One way to save and load. Made in a process of its own."""
+
+    nbytes: int
+
+    def writer(self) -> int:
+        """Return the id of the process that uploads."""
+
+    def save(self, number: int) -> None:
+        """Return when the objects of save `number` are complete."""
+
+    def load(self, number: int) -> None:
+        """Fill tensors that were made, and filled, before."""
+
+    def close(self) -> None:
+        """End other processes."""
+
+
+class Ours:
+    """Two ranks hand their slots to a real agent; a load verifies every digest."""
+
+    def __init__(self, url: str, mib: int, where: Path) -> None:
+        self._url = url
+        config = Config(runtime_dir=str(where / "run"))
+        self._ranks = [Rank(url, config, rank, mib // RANKS) for rank in range(RANKS)]
+        self.nbytes = sum(rank.nbytes for rank in self._ranks)
+        layouts = [layout_of(rank, mib // RANKS) for rank in range(RANKS)]
+        self._pieces = [pieces_of(layout.template, layout.placement) for layout in layouts]
+        self._tensors = [
+            [torch.zeros(piece.numel, dtype=_DTYPES[piece.dtype]) for piece in pieces]
+            for pieces in self._pieces
+        ]
+
+    def writer(self) -> int:
+        return self._ranks[0].client.agent_pid
+
+    def save(self, number: int) -> None:
+        for rank in self._ranks:
+            rank.save(number, save_name("000001-3fa9", number))
+        for rank in self._ranks:
+            rank.wait()
+
+    def load(self, number: int) -> None:
+        checkpoint = open_checkpoint(open_store(self._url), number)
+        for pieces, tensors in zip(self._pieces, self._tensors, strict=True):
+            plan = read_plan(pieces, checkpoint.sources(), checkpoint.place)
+            read_all(checkpoint, plan, pieces, Targets(pieces, tensors), threads=4)
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+
+
+class _InThisProcess:
+    """A state of random tensors."""
+
+    def __init__(self, url: str, mib: int, where: Path) -> None:
+        self._url = url
+        self._halves = [
+            {f"{half}.{n}": torch.rand(2**22) for n in range(mib // 16 // RANKS)}
+            for half in range(RANKS)
+        ]
+        self.nbytes = sum(t.nbytes for half in self._halves for t in half.values())
+
+    def writer(self) -> int:
+        return os.getpid()
+
+    def close(self) -> None:
+        pass
+
+
+class Obstore(_InThisProcess):
+    """The library alone: two uploads at a time, and ranges into memory; no digest."""
+
+    def __init__(self, url: str, mib: int, where: Path) -> None:
+        from obstore.store import from_url
+
+        super().__init__(url, mib, where)
+        self._client = from_url(url)
+        self._memory = [
+            memoryview(torch.cat(list(half.values())).numpy()).cast("B") for half in self._halves
+        ]
+
+    def save(self, number: int) -> None:
+        def put(half: int) -> None:
+            size = part_nbytes(self._memory[half].nbytes)
+            self._client.put(
+                f"{number}/{half}", self._memory[half], chunk_size=size, max_concurrency=8
+            )
+
+        _in_threads(put, range(RANKS))
+
+    def load(self, number: int) -> None:
+        def get(block: tuple[int, int]) -> None:
+            half, at = block
+            into = self._memory[half][at : at + _BLOCK_NBYTES]
+            into[:] = self._client.get_range(f"{number}/{half}", start=at, length=into.nbytes)
+
+        size = self._memory[0].nbytes
+        _in_threads(
+            get, [(half, at) for half in range(RANKS) for at in range(0, size, _BLOCK_NBYTES)]
+        )
+
+
+class _Dcp(_InThisProcess):
+    """PyTorch's distributed checkpoint, two files."""
+
+    def _storage(self, number: int) -> tuple[Any, Any]:
+        """Return writer and reader of a save."""
+        raise NotImplementedError
+
+    def save(self, number: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        writer, _ = self._storage(number)
+        dcp.save(self._state(), storage_writer=writer, no_dist=True)
+
+    def load(self, number: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        _, reader = self._storage(number)
+        dcp.load(self._state(), storage_reader=reader, no_dist=True)
+
+    def _state(self) -> dict[str, Any]:
+        return {name: tensor for half in self._halves for name, tensor in half.items()}
+
+
+class DcpByFsspec(_Dcp):
+    """By s3fs."""
+
+    def _storage(self, number: int) -> tuple[Any, Any]:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+        client = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+        path = f"{self._url}/{number}"
+        more = {"client_kwargs": client, "skip_instance_cache": True}
+        writer = FsspecWriter(path, single_file_per_rank=False, thread_count=RANKS, **more)
+        return writer, FsspecReader(path, **more)
+
+
+class DcpByMsc(_Dcp):
+    """By NVIDIA's Multi-Storage Client, as Megatron uses it."""
+
+    def __init__(self, url: str, mib: int, where: Path) -> None:
+        super().__init__(url, mib, where)
+        base, _, self._prefix = url.removeprefix("s3://").partition("/")
+        options = {"base_path": base, "endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+        provider = {"type": "s3", "options": {**options, "region_name": "us-east-1"}}
+        config = where / "msc.json"
+        config.write_text(json.dumps({"profiles": {"s": {"storage_provider": provider}}}))
+        os.environ["MSC_CONFIG"] = str(config)
+
+    def _storage(self, number: int) -> tuple[Any, Any]:
+        from multistorageclient.contrib.torch import filesystem
+
+        path = f"msc://s/{self._prefix}/{number}"
+        writer = filesystem.MultiStorageFileSystemWriter(path, thread_count=RANKS)
+        return writer, filesystem.MultiStorageFileSystemReader(path)
+
+
+#: By their names in the table, with the package that each one needs.
+WAYS: dict[str, tuple[type[Any], str]] = {
+    "this package": (Ours, "obstore"),
+    "obstore alone": (Obstore, "obstore"),
+    "DCP by fsspec (s3fs)": (DcpByFsspec, "s3fs"),
+    "DCP by Multi-Storage Client": (DcpByMsc, "multistorageclient"),
+}
+
+
+def _in_threads(work: Any, of: Any) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, of))

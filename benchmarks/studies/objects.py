@@ -1,0 +1,131 @@
+"""Saves to an S3 server on this machine and loads from it: processor time, memory and speed.
+
+Every measurement is a process of its own; ways take turns. The server (SeaweedFS) shares processors
+and disk, so seconds say little: what counts is processor time of the client, which the server's is
+not part of, and the speed relative to obstore alone in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing as mp
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.object_clients import WAYS, Way
+from benchmarks.studies.persist import cpu_s, own_mib
+from benchmarks.study import Result, Study, Table
+from tests.support.object_server import BUCKET, reachable_s3_server
+
+_ALONE = "obstore alone"
+
+
+class Figures(NamedTuple):
+    """One save or load."""
+
+    seconds: float
+    cpu_s: float
+    """Of the process that sends or receives."""
+    mib: float
+    """Peak of its private memory beyond that before the call."""
+    nbytes: int
+
+
+def measured(pid: int, nbytes: int, work: Callable[[], None]) -> Figures:
+    """Call `work`; return what it cost the process `pid`."""
+    before_mib, used = own_mib(pid), cpu_s(pid)
+    peak, end = [before_mib], threading.Event()
+
+    def watch() -> None:
+        while not end.wait(0.005):
+            peak.append(own_mib(pid))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    since = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - since
+    end.set()
+    watcher.join()
+    return Figures(seconds, cpu_s(pid) - used, max(peak) - before_mib, nbytes)
+
+
+def _measure(name: str, url: str, mib: int, where: Path, results: mp.Queue[list[Figures]]) -> None:
+    """In a process of its own: put the figures of a save and of a load; the first pair is left."""
+    where.mkdir()
+    way: Way = WAYS[name][0](url, mib, where)
+    way.save(1)
+    way.load(1)
+    saved = measured(way.writer(), way.nbytes, lambda: way.save(2))
+    loaded = measured(os.getpid(), way.nbytes, lambda: way.load(2))
+    way.close()
+    results.put([saved, loaded])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=512, help="state, MiB")
+
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield a table of saves and one of loads."""
+    ways = [name for name, (_, package) in WAYS.items() if importlib.util.find_spec(package)]
+    for name in WAYS.keys() - ways:
+        yield f"{name}: left out, not installed (benchmarks/object_clients.txt)"
+    taken: dict[str, list[list[Figures]]] = {name: [] for name in ways}
+    context = mp.get_context("spawn")
+    with reachable_s3_server(root / "server"):
+        for number in range(options.rounds):
+            for turn in range(len(ways)):
+                name = ways[(turn + number) % len(ways)]
+                results = context.Queue()
+                place = f"{number}.{turn}"
+                url = f"s3://{BUCKET}/{place}/save"
+                arguments = (name, url, options.mib, root / place, results)
+                process = context.Process(target=_measure, args=arguments)
+                process.start()
+                process.join()
+                if process.exitcode != 0:
+                    raise SystemExit(f"{name}: failed, see above")
+                taken[name].append(results.get())
+    for index, what in enumerate(("save", "load")):
+        yield _table(
+            what, [(name, [pair[index] for pair in taken[name]]) for name in ways], options
+        )
+
+
+def _table(what: str, taken: list[tuple[str, list[Figures]]], options: argparse.Namespace) -> Table:
+    alone = [figures.seconds for figures in dict(taken)[_ALONE]]
+    rows = []
+    for name, rounds in taken:
+        shares = [one / figures.seconds for one, figures in zip(alone, rounds, strict=True)]
+        rows.append(
+            (
+                name,
+                statistics.median(figures.cpu_s / figures.nbytes * 1e9 for figures in rounds),
+                statistics.median(figures.mib for figures in rounds),
+                statistics.median(shares),
+                *(min(shares), max(shares)),
+            )
+        )
+    columns = {
+        what: "",
+        "CPU s per GB": ".2f",
+        "memory beside the state, MiB": ".0f",
+        "share of obstore's speed": ".2f",
+        "least": ".2f",
+        "most": ".2f",
+    }
+    title = f"{what} of {options.mib} MiB; medians of {options.rounds} interleaved rounds"
+    return Table(title, columns, rows)
+
+
+STUDY = Study(
+    "objects", "saves to and loads from an object store, against other clients", add_options, run
+)
