@@ -11,6 +11,7 @@ import cpu_cuda
 
 cpu_cuda.install()
 
+import megatron.core.tokenizers.text.models  # imports transformers, if that is installed
 import megatron.training.checkpointing
 import megatron.training.initialize
 import megatron.training.training
