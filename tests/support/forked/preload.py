@@ -16,7 +16,7 @@ import megatron.training.checkpointing
 import megatron.training.initialize
 import megatron.training.training
 import msgspec
-import numpy
+import numpy.ma
 import psutil
 import safetensors.torch
 import torch
