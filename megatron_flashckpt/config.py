@@ -92,10 +92,10 @@ class LocalTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Copies of checkpoints on the nodes' own disks, which survive the agent and a reboot."""
 
     directory: Annotated[str, msgspec.Meta(pattern="^/")] | None = None
-    """Absolute path on a disk of each node. Every node writes its ranks' part of a checkpoint there
-    before it goes to storage, also that of a checkpoint that is for memory only. A restarted job
-    reads it where host memory is lost. An orderly end of the job deletes the copies. `None`: no
-    copies."""
+    """Absolute path of a directory that exists on a disk of each node. Every node writes its ranks'
+    part of a checkpoint there before it goes to storage, also that of a checkpoint that is for
+    memory only. A restarted job reads it where host memory is lost. An orderly end of the job
+    deletes the copies. `None`: no copies."""
 
     keep: Annotated[int, msgspec.Meta(ge=2, le=MOST)] = 2
     """Checkpoints that stay on the disk of each node; one more while it is being written."""

@@ -178,10 +178,20 @@ def _save_of(iteration: int, name: str) -> Save | None:
 
 
 def require_own(store: Store) -> None:
-    """Make the directory of the copies; raise AgentError if others can write to it."""
+    """Make the directory of the copies, in one that exists.
+
+    Raises:
+        AgentError: others can write to it, or the disk is not mounted: the copies would fill the
+            one of the system.
+    """
     path = Path(store.place)
+    if not path.parent.is_dir():
+        raise AgentError(
+            f"{path.parent}: is not there; mount the disk, or make the directory that "
+            "'local_tier.directory' names, on each node"
+        )
     with storage_errors(path, "make"):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if not is_own or status.st_mode & 0o022:

@@ -44,6 +44,7 @@ from tests.support.trainer import (
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
+    (tmp_path / "nvme").mkdir()
     return tmp_path / "nvme"
 
 
@@ -146,6 +147,7 @@ def test_a_node_keeps_the_newest_copies_of_the_history(
 
 
 def test_a_save_goes_on_without_its_copy(node: Node, root: Path, disk: Path) -> None:
+    disk.rmdir()
     disk.write_text("a file")
     config = msgspec.structs.replace(node.config(), local_tier=LocalTier(directory=str(disk)))
     trainer = node.trainer(root, config=config)
@@ -249,6 +251,19 @@ def copied(
     return copies.keep(more.pop("rank", 0), slab, slot.index, header, None, **settings)
 
 
+def test_a_disk_that_is_not_mounted_gets_no_copies_on_that_of_the_system(
+    disk: Path, root: Path, slab: Slab, caplog: pytest.LogCaptureFixture
+) -> None:
+    slot = put(slab, 3, new_save_id(), SlotState.KEPT)
+    disk.rmdir()
+    copies = copies_in(disk, root)
+    assert copied(copies, slab, slot, slot.header) is None
+    assert f"no local copy of iteration 3: {disk}: is not there; mount the disk" in caplog.text
+    assert not disk.exists()
+    disk.mkdir()
+    assert copied(copies, slab, slot, slot.header) is not None
+
+
 def test_a_slot_that_gets_another_save_makes_no_copy(
     disk: Path, root: Path, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +341,8 @@ def test_the_newest_save_that_all_ranks_have_outlives_newer_ones_of_one_rank(
 def test_another_copy_replaces_a_damaged_one(disk: Path, root: Path, slab: Slab) -> None:
     save_id = new_save_id()
     slot = put(slab, 3, save_id, SlotState.KEPT)
+    for name in "ab":
+        (disk / name).mkdir()
     whole, damaged = copies_in(disk / "a", root), copies_in(disk / "b", root)
     for copies in (whole, damaged):
         assert copied(copies, slab, slot, slot.header)

@@ -96,6 +96,7 @@ def test_every_agent_setting_is_changed_here_or_is_listed() -> None:
 def test_the_settings_of_the_newest_run_apply_and_both_logs_name_them(
     node: Node, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (node.runtime_dir.parent / "disk").mkdir()
     first = node.trainer(root, config=config_of(node, BEFORE))
     agent = first.client.agent_pid
     first.hang_up()

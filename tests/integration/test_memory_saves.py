@@ -94,6 +94,7 @@ def test_a_node_that_lost_all_memory_resumes_from_its_disk(
 ) -> None:
     """All ranks fall back together if one byte of the newest copy of one rank has changed."""
     disk, save = tmp_path / "disk", str(tmp_path / "D")
+    disk.mkdir()
     arguments = [*MODEL, "--save", save, "--load", save]
     env = {"FLASHCKPT_MEMORY_INTERVAL": "2", "FLASHCKPT_LOCAL_TIER__DIRECTORY": str(disk)}
     once = f"{tmp_path}/run/agent-*.log:iteration 6 is durable on this node:{RANKS}"
