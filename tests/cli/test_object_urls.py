@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.catalog.history import append
 from megatron_flashckpt.storage.object_store import ObjectStore
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.cli.conftest import Run, only_line
+from tests.support import histories
 from tests.support.checkpoints import make
 from tests.support.object_server import Proxy
 
@@ -24,10 +27,12 @@ def copy(save: Path, url: str) -> ObjectStore:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A save directory with checkpoints of iterations 10 and 20."""
+    """A save directory with checkpoints of iterations 10 and 20, and a history."""
     save = tmp_path_factory.mktemp("two") / "save"
     for iteration in (10, 20):
         make(save, iteration)
+    for event in histories.history(2):
+        append(PosixStore(save), event)
     return save
 
 
@@ -40,6 +45,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["inspect", "DIR", "--iteration", "10", "--json"],
         ["verify", "DIR", "--all"],
         ["verify", "DIR", "--json"],
+        ["report", "DIR"],
         ["report", "DIR", "--json"],
         ["prune", "DIR", "--latest", "1", "--dry-run"],
     ],
