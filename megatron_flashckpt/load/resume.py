@@ -121,6 +121,8 @@ def load(call: LoadCall) -> LoadResult:
             run_and_agree(request.raise_refusal)
         if resumed is not None:
             _open_run(call, resumed, candidates.other_program, (), directory.facts)
+        else:
+            _report_unused_memory(call)
         return result
     call.apply(loaded, call.policy)
     if resumed is not None:
@@ -314,8 +316,8 @@ def _report_unused_memory(call: LoadCall) -> None:
     with contextlib.suppress(FlashCkptError):  # the next save reports a lost agent
         if held := call.saves.link.saves_of_node():
             logger.warning(
-                "iteration %d of %s in host memory is not used, because --load names %s; start "
-                "with --load %s to resume from it",
+                "iteration %d of %s in host memory is not used, because this job loads from %s; "
+                "start with --load %s to resume from it",
                 max(iteration for iteration, _ in held),
                 call.saves.root,
                 call.directory,

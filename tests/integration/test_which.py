@@ -100,10 +100,15 @@ def test_a_tracker_that_was_set_back_is_followed(crashed: Path) -> None:
     assert min(result.losses()) == 3
 
 
-def test_memory_of_the_save_directory_is_named_if_another_one_is_loaded(crashed: Path) -> None:
-    shutil.copytree(crashed / "save", crashed / "other")
+@pytest.mark.parametrize("is_there", [True, False], ids=["a copy", "an empty directory"])
+def test_memory_of_the_save_directory_is_named_if_another_one_is_loaded(
+    crashed: Path, is_there: bool
+) -> None:
+    """Also if the other one has no checkpoint of this package, so that nothing of it is loaded."""
+    if is_there:
+        shutil.copytree(crashed / "save", crashed / "other")
     flags = ["--save", str(crashed / "save"), "--load", str(crashed / "other")]
     job = [*MODEL, "--train-iters", "6", "--save-interval", "2", *flags]
     result = succeeded(run_job(crashed, "again", job, ranks=1))
-    assert "iteration 4 was restored from storage" in result.log
+    assert ("iteration 4 was restored from storage" in result.log) == is_there
     assert f"iteration 4 of {crashed / 'save'} in host memory is not used" in result.log
