@@ -7,7 +7,7 @@ all ranks with one class (`collectives`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from megatron_flashckpt.catalog.lineage import Candidate, Save
@@ -48,6 +48,7 @@ class Candidates:
         memory: the saves that ranks hold.
         place: the load directory, for messages.
         fall_back: True if the job may lose iterations; False if the job must stop instead.
+        begins_anew: True if training begins anew, with weights from `place`.
 
     Raises:
         FlashCkptError: what a person has named cannot be loaded, and the job must not load
@@ -62,6 +63,7 @@ class Candidates:
         *,
         rank: int,
         fall_back: bool,
+        begins_anew: bool = False,
     ) -> None:
         self._choose = choose
         self._held = {checkpoint.save: checkpoint for checkpoint in memory.checkpoints}
@@ -69,10 +71,12 @@ class Candidates:
         self._place = place
         self._rank = rank
         self._fall_back = fall_back
+        self._begins_anew = begins_anew
         self._refused: list[_RefusedCandidate] = []
         self._tried: set[Candidate] = set()
         self._offer()
-        self._report_unused()
+        if rank == 0:
+            report_unused(self.offered.unused)
         self._refuse_missing()
         newest = next((save.iteration for save, _ in self.offered.candidates), None)
         if self.offered.problem is not None and not fall_back and newest is not None:
@@ -174,15 +178,6 @@ class Candidates:
                 refused.problem,
             )
 
-    def _report_unused(self) -> None:
-        """Log on rank 0 why the newest save in memory that does not count is not used."""
-        newest = max(self.offered.unused, key=lambda save: save.order, default=None)
-        if self._rank == 0 and newest is not None:
-            logger.warning(
-                "iteration %d in host memory (save %s) is not used: %s",
-                *(newest.iteration, newest.save_id, self.offered.unused[newest]),
-            )
-
     def _raise_nothing_left(self, error: FlashCkptError) -> None:
         tried = [refused for refused in self._refused if refused.damage]
         if len(tried) == 1:
@@ -195,25 +190,16 @@ class Candidates:
             "from a copy, choose another iteration with --ckpt-step, or start with another --load"
         ) from error
 
-    def unreachable_memory(self) -> MissingStateError | None:
-        """Return an error that names a save that the job can load with another number of ranks."""
-        ranks = world_size()
-        for save in self._incomplete:
-            if save.world_size != ranks:
-                return MissingStateError(
-                    f"{_incompleteness(save)}; this job has {ranks} ranks, and there is no other "
-                    f"checkpoint. Start the job with {save.world_size} ranks, on the same nodes; "
-                    "or set 'restore_from_memory: false' to start from scratch"
-                )
-        return None
-
     def _report_incomplete(self) -> None:
         """Log the newest save in memory that is incomplete and newer than `current`."""
         save = next(iter(self._incomplete), None)
-        resumed = self.iteration
+        # Iterations of another training are no measure.
+        resumed = None if self._begins_anew else self.iteration
         if save is None or self._rank != 0 or (resumed or -1) >= save.iteration:
             return
         at = "starts from scratch" if resumed is None else f"resumes from iteration {resumed}"
+        if self._begins_anew:
+            at = f"begins anew with the weights in {self._place}"
         logger.warning("%s; training %s", _incompleteness(save), at)
 
     def report(self) -> None:
@@ -256,3 +242,36 @@ def _incompleteness(save: HeldSave) -> str:
         f"incomplete and not used: ranks {ranks}{more} do not have their parts "
         "(a rank died while it copied, a node is gone, or ranks moved to other nodes)"
     )
+
+
+def report_unused(unused: Mapping[Save, str]) -> None:
+    """Log why the newest save in memory that does not count is not used.
+
+    Args:
+        unused: reasons by save.
+    """
+    newest = max(unused, key=lambda save: save.order, default=None)
+    if newest is not None:
+        logger.warning(
+            "iteration %d in host memory (save %s) is not used: %s",
+            *(newest.iteration, newest.save_id, unused[newest]),
+        )
+
+
+def refuse_to_drop(incomplete: Iterable[HeldSave]) -> None:
+    """Raise an error if the job has another number of ranks than a save that it would drop.
+
+    Args:
+        incomplete: the saves in memory of which the job's ranks do not hold every part.
+
+    Raises:
+        MissingStateError: names the number of ranks that may load the save.
+    """
+    ranks = world_size()
+    for save in incomplete:
+        if save.world_size != ranks:
+            raise MissingStateError(
+                f"{_incompleteness(save)}; this job has {ranks} ranks, and there is no other "
+                f"checkpoint. Start the job with {save.world_size} ranks, on the same nodes; or "
+                "set 'restore_from_memory: false' to begin anew"
+            )

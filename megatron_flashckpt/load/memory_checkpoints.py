@@ -60,6 +60,11 @@ class HeldInMemory(NamedTuple):
     incomplete: tuple[HeldSave, ...] = ()
     """The other saves."""
 
+    @property
+    def ancestors(self) -> dict[Save, Ancestors]:
+        """The saves that can be loaded, with the ancestors of their runs."""
+        return {held.save: held.ancestors for held in self.checkpoints}
+
 
 def held_in_memory(checkpointer: Checkpointer) -> HeldInMemory:
     """Return the saves that ranks hold. Collective.

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from megatron_flashckpt.catalog.directory import read_facts
-from megatron_flashckpt.catalog.lineage import Facts, Save, choose
+from megatron_flashckpt.catalog.lineage import Choice, Facts, Save, choose
 from megatron_flashckpt.catalog.tracker import tracker_text
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
@@ -24,9 +24,9 @@ from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load import argument_source, loader
 from megatron_flashckpt.load.argument_source import ArgumentSource
-from megatron_flashckpt.load.candidates import Candidates
+from megatron_flashckpt.load.candidates import Candidates, refuse_to_drop, report_unused
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
-from megatron_flashckpt.load.late_names import may_be_late
+from megatron_flashckpt.load.late_names import may_be_late, read_settled
 from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.load_request import LoadRequest
 from megatron_flashckpt.load.loader import LoadedCheckpoint
@@ -105,7 +105,7 @@ def load(call: LoadCall) -> LoadResult:
         # A run that opens while a save is pending would leave that save without a tracker.
         resumed.end_saves()
     memory = HeldInMemory() if resumed is None else _held_in_memory(call.policy, resumed)
-    call = _with_directory(call, memory.checkpoints)
+    call, memory = _with_directory(call, memory)
     directory = _LoadDirectory(call, memory)
     candidates = _candidates(call, directory, memory)
     refusal = argument_source.disagreement(directory.argument_sources)
@@ -115,7 +115,8 @@ def load(call: LoadCall) -> LoadResult:
     result = LoadResult(loaded, call.policy, call.directory)
     if loaded is None:
         _refuse_foreign(candidates, request, call)
-        _refuse_start_from_scratch(candidates, call)
+        if memory.incomplete and not run_on_rank_0(lambda: _holds_checkpoint(call)):
+            refuse_to_drop(memory.incomplete)
         if call.policy.uses_checkpoint_args:
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
             run_and_agree(request.raise_refusal)
@@ -147,14 +148,25 @@ def _held_in_memory(policy: LoadPolicy, saves: Checkpointer) -> HeldInMemory:
         return HeldInMemory()
 
 
-def _with_directory(call: LoadCall, memory: Sequence[MemoryCheckpoint]) -> LoadCall:
-    """Return the call; that of a pretrained model if there is no other checkpoint.
+def _with_directory(call: LoadCall, memory: HeldInMemory) -> tuple[LoadCall, HeldInMemory]:
+    """Return the call and the memory; those of a pretrained model if nothing else counts.
 
     Collective, because a file system may show ranks different states of a directory.
+
+    Raises:
+        MissingStateError: see `refuse_to_drop`.
     """
     pretrained = call.policy.pretrained
-    if memory or pretrained is None or run_on_rank_0(lambda: _holds_checkpoint(call)):
-        return call
+    if pretrained is None:
+        return call, memory
+    choice = run_on_rank_0(lambda: _choice_in(call, memory))
+    if choice is None or choice.candidates:
+        return call, memory
+    refuse_to_drop(memory.incomplete)
+    if this_rank() == 0:
+        report_unused(choice.unused)
+    # No save in memory is of the history of the pretrained model.
+    memory = HeldInMemory((), memory.incomplete)
     if this_rank() == 0:  # Megatron's own line
         print(
             f"Checkpoint file not found in load directory {call.directory} attempting to finetune "
@@ -163,9 +175,9 @@ def _with_directory(call: LoadCall, memory: Sequence[MemoryCheckpoint]) -> LoadC
         )
     call = dataclasses.replace(call, directory=pretrained)
     if not run_on_rank_0(lambda: _has_tracker(call)):
-        return call
+        return call, memory
     policy = dataclasses.replace(call.policy, weights_only=True, needs=LoadPolicy().needs)
-    return dataclasses.replace(call, policy=policy)
+    return dataclasses.replace(call, policy=policy), memory
 
 
 def _has_tracker(call: LoadCall) -> bool:
@@ -174,9 +186,28 @@ def _has_tracker(call: LoadCall) -> bool:
 
 def _holds_checkpoint(call: LoadCall) -> bool:
     """Return whether the directory has a tracker, or a checkpoint that no tracker names yet."""
+    choice = _choice_in(call, HeldInMemory())
+    return choice is None or bool(choice.candidates)
+
+
+def _choice_in(call: LoadCall, memory: HeldInMemory) -> Choice | None:
+    """Return what directory and memory offer; None: the directory has a tracker, which decides."""
     if call.directory is None:
-        return False
-    return _has_tracker(call) or bool(choose(read_facts(_store(call))).candidates)
+        return Choice()
+    if _has_tracker(call):
+        return None
+    store = _store(call)
+    facts = read_settled(
+        lambda: read_facts(store, memory.ancestors), store.place, _wait_s(call, call.directory)
+    )
+    return choose(facts)
+
+
+def _wait_s(call: LoadCall, directory: str) -> float:
+    """Return how long rank 0 waits for late names: half of what other ranks wait at most."""
+    wait_s = (call.config.probe_wait_s or 0.0) if may_be_late(directory) else 0.0
+    timeout_s = call.policy.timeout_s
+    return wait_s if timeout_s is None else min(wait_s, timeout_s / 2)
 
 
 def _store(call: LoadCall) -> Store:
@@ -197,7 +228,7 @@ class _LoadDirectory:
         self.argument_sources: dict[str, ArgumentSource] = {}
         """Those of rank 0, which come with each choice."""
         self._call = call
-        self._held = {held.save: held.ancestors for held in memory.checkpoints}
+        self._held = memory.ancestors
 
     def choose(self) -> Offered:
         """Return the checkpoints that directory and memory offer now. Collective."""
@@ -210,15 +241,9 @@ class _LoadDirectory:
         if self.store is None or self.path is None:
             return Offered()
         refuse_path_inside(self.path, self.store)
-        wait_s = self._wait_s() if may_be_late(self.path) else 0.0
+        wait_s = _wait_s(self._call, self.path)
         self.facts, offered = offered_by(self.store, self._call.policy.step, self._held, wait_s)
         return offered
-
-    def _wait_s(self) -> float:
-        """Return how long rank 0 waits for late names: half of what other ranks wait at most."""
-        wait_s = self._call.config.probe_wait_s or 0.0
-        timeout_s = self._call.policy.timeout_s
-        return wait_s if timeout_s is None else min(wait_s, timeout_s / 2)
 
 
 def _candidates(call: LoadCall, directory: _LoadDirectory, memory: HeldInMemory) -> Candidates:
@@ -229,6 +254,7 @@ def _candidates(call: LoadCall, directory: _LoadDirectory, memory: HeldInMemory)
         str(directory.path),
         rank=this_rank(),
         fall_back=call.config.damaged == "fall_back" and call.policy.falls_back,
+        begins_anew=call.policy.weights_only,
     )
 
 
@@ -293,17 +319,6 @@ def _refuse_foreign(candidates: Candidates, request: LoadRequest, call: LoadCall
     problem = candidates.offered.foreign
     if problem is not None and request.optimizer is not None:
         raise UnsupportedError(problem)
-
-
-def _refuse_start_from_scratch(candidates: Candidates, call: LoadCall) -> None:
-    """Raise an error if the job would drop saves that it loads with another number of ranks.
-
-    Raises:
-        MissingStateError: on all ranks.
-    """
-    refusal = candidates.unreachable_memory()
-    if refusal is not None and not run_on_rank_0(lambda: _holds_checkpoint(call)):
-        raise refusal
 
 
 # ---------------------------------------------------------------------- report

@@ -112,3 +112,17 @@ def test_memory_of_the_save_directory_is_named_if_another_one_is_loaded(
     result = succeeded(run_job(crashed, "again", job, ranks=1))
     assert ("iteration 4 was restored from storage" in result.log) == is_there
     assert f"iteration 4 of {crashed / 'save'} in host memory is not used" in result.log
+
+
+def test_weights_are_pretrained_if_no_save_in_memory_counts(crashed: Path) -> None:
+    """Before, Megatron's own loader got this package's checkpoint, and knew no such format."""
+    shutil.copytree(crashed / "save", crashed / "pretrained")
+    (crashed / "save" / TRACKER).unlink()
+    flags = ["--save", str(crashed / "save"), "--load", str(crashed / "save")]
+    flags += ["--pretrained-checkpoint", str(crashed / "pretrained")]
+    job = [*MODEL, "--train-iters", "2", "--save-interval", "2", *flags]
+    result = succeeded(run_job(crashed, "anew", job, ranks=1))
+    assert "iteration 4 was restored from storage" in result.log
+    (message,) = re.findall(r"iteration 4 in host memory .*", result.log)
+    assert "the tracker was removed" in message
+    assert min(result.losses()) == 1

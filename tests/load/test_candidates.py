@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,13 +36,16 @@ from megatron_flashckpt.file_format.file_names import (
     save_name,
 )
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
+from megatron_flashckpt.load import resume
 from megatron_flashckpt.load.candidates import Candidates
+from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.memory_checkpoints import HeldInMemory, MemoryCheckpoint
 from megatron_flashckpt.load.named_checkpoint import (
     loadable_saves,
     offered_by,
     refuse_path_inside,
 )
+from megatron_flashckpt.load.offers import HeldSave
 from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
@@ -418,3 +422,35 @@ def test_a_directory_that_cannot_be_examined_is_left_to_the_load(
 
     monkeypatch.setattr("os.stat", fail)
     refuse(tmp_path)
+
+
+#: A save in memory of which rank 1 lacks its part.
+TORN = HeldInMemory((), (HeldSave(5, saved(5).save_id, 2, {}, (1,)),))
+
+
+def test_an_incomplete_save_in_memory_is_older_than_no_pretrained_model(
+    storage: PosixStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, nothing was said if the pretrained model had trained for more iterations."""
+    candidates = Candidates(
+        lambda: offered_by(storage, None)[1],
+        TORN,
+        "/models/base",
+        rank=0,
+        fall_back=False,
+        begins_anew=True,
+    )
+    candidates.report()
+    (line,) = caplog.messages
+    assert line.startswith("iteration 5 in host memory, saved by 2 ranks, is incomplete")
+    assert line.endswith("; training begins anew with the weights in /models/base")
+
+
+def test_a_pretrained_model_replaces_no_save_that_another_number_of_ranks_can_load(
+    tmp_path: Path,
+) -> None:
+    call: Any = SimpleNamespace(
+        directory=str(tmp_path), policy=LoadPolicy(pretrained="/models/base"), config=Config()
+    )
+    with pytest.raises(MissingStateError, match="Start the job with 2 ranks"):
+        resume._with_directory(call, TORN)
