@@ -23,6 +23,8 @@ _RANK_DIR = re.compile(r"rank_(\d{5,})")
 _MODEL_DIR = "mp_rank_"
 #: Bytes to read of a tracker, and of Megatron's metadata.json, at most.
 _SMALL_NBYTES = 4096
+#: Megatron's own format, which a damaged metadata.json does not name.
+UNNAMED = "?"
 _METADATA_NBYTES = 2**16
 
 
@@ -36,7 +38,7 @@ def is_foreign(names: Collection[str]) -> bool:
 
 
 def megatron_format(store: Store, directory: str) -> str | None:
-    """Return Megatron's own format of `directory`; None if it has another format."""
+    """Return Megatron's own format of `directory`, or `UNNAMED`; None if it has another format."""
     present = _names(store, directory)
     if any(name.startswith(_MODEL_DIR) for name in present):
         return "torch"
@@ -46,9 +48,8 @@ def megatron_format(store: Store, directory: str) -> str | None:
             description = msgspec.json.decode(encoded)
         except UNDECODABLE:
             description = None
-        return (
-            str(description.get("sharded_backend", "?")) if isinstance(description, dict) else "?"
-        )
+        backend = description.get("sharded_backend") if isinstance(description, dict) else None
+        return backend if isinstance(backend, str) else UNNAMED
     return "torch.distributed" if ".metadata" in present else None
 
 

@@ -302,6 +302,11 @@ def _not_committed(
     if problem := foreign.dlrover_problem(store, iteration):
         return NotCommittedError(problem)
     if megatron := foreign.megatron_format(store, directory):
+        if megatron == foreign.UNNAMED:
+            return NotCommittedError(
+                f"{place}: is in one of Megatron's own formats, but metadata.json, which names the "
+                "format, is damaged: restore it from a copy; 'flashckpt convert' does without it"
+            )
         return NotCommittedError(
             f"{place}: is in Megatron's own format '{megatron}', which this command does not read; "
             "Megatron itself loads it, and 'flashckpt convert' converts it"

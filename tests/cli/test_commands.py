@@ -161,6 +161,16 @@ def test_a_checkpoint_of_format_1_names_the_commit_that_converts_it(run: Run, sa
     only_line(run("inspect", save, "--iteration", 5), rf".*iter_0000005: .*{LAST_OF_FORMAT_1}.*")
 
 
+@pytest.mark.parametrize("content", ["not json", "[1]", '{"sharded_backend": null}'])
+def test_a_damaged_metadata_json_is_not_said_to_load(run: Run, save: Path, content: str) -> None:
+    (save / "iter_0000005").mkdir(parents=True)
+    (save / "iter_0000005/metadata.json").write_text(content)
+    (save / TRACKER).write_text("5")
+    damaged = r".*iter_0000005: .* but metadata\.json.*is damaged: restore.*"
+    for command in ("inspect", "verify"):
+        only_line(run(command, save), damaged)
+
+
 @pytest.mark.parametrize(
     ("files", "remark"),
     [
