@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from megatron_flashckpt.errors import ConfigError, StorageError, is_damage
 from megatron_flashckpt.file_format.file_names import (
     RELEASE,
     TRACKER,
+    ends_in,
     iteration_dir,
     parse_iteration_dir,
 )
@@ -28,6 +30,9 @@ from megatron_flashckpt.storage.opening import is_url
 from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+#: Pattern of the name of a checkpoint's directory.
+_NAME = "iter_NNNNNNN"
 
 
 class Missing(NamedTuple):
@@ -54,7 +59,7 @@ class Offered(NamedTuple):
 
 
 def refuse_path_inside(load_dir: str, store: Store) -> None:
-    """Raise if `load_dir` lies inside of a save directory: a job would start from scratch.
+    """Raise if `load_dir` is a file or one checkpoint: a job would start from scratch.
 
     Args:
         store: that of `load_dir`.
@@ -62,22 +67,37 @@ def refuse_path_inside(load_dir: str, store: Store) -> None:
     Raises:
         ConfigError: names the save directory.
     """
-    parent, _, name = store.place.rpartition("/")
-    iteration = parse_iteration_dir(name)
     is_one = False
+    place = store.place
     with contextlib.suppress(OSError):  # the load retries what may pass, and reports what does not
-        if not is_url(load_dir) and Path(load_dir).is_file():
-            raise ConfigError(
-                f"{load_dir}: is a file; name the directory that holds it with --load"
-            )
-        if iteration is not None:
-            names = {entry.name for entry in store.list("", sizes=False)}
-            is_one = bool(names) and TRACKER not in names
-    if is_one:
-        raise ConfigError(
-            f"{load_dir}: is one checkpoint, not a save directory; start with --load {parent} "
-            f"--ckpt-step {iteration}"
+        if not is_url(load_dir):
+            place = os.path.realpath(load_dir, strict=True)  # people make links to checkpoints
+            if Path(load_dir).is_file():
+                raise ConfigError(
+                    f"{load_dir}: is a file; name the directory that holds it with --load"
+                )
+        names = {entry.name for entry in store.list("", sizes=False)}
+        is_one = TRACKER not in names and _is_checkpoint(place, names)
+    if not is_one:
+        return
+    parent, _, name = place.rpartition("/")
+    iteration = parse_iteration_dir(name)
+    if iteration is not None:
+        remedy = f"start with --load {parent} --ckpt-step {iteration}"
+    elif name == iteration_dir(RELEASE):
+        remedy = f"write '{name}' into {parent}/{TRACKER}, and start with --load {parent}"
+    else:
+        remedy = (
+            f"rename it to {parent}/{_NAME} with the number of its iteration, and start with "
+            f"--load {parent} --ckpt-step of that number"
         )
+    raise ConfigError(f"{load_dir}: is one checkpoint, not a save directory; {remedy}")
+
+
+def _is_checkpoint(place: str, names: Collection[str]) -> bool:
+    """Return whether files of these names in a directory are a checkpoint of any program."""
+    is_named = parse_iteration_dir(place.rpartition("/")[2]) is not None
+    return bool(names) and (is_named or bool(ends_in(names)) or foreign.is_foreign(names))
 
 
 def offered_by(

@@ -407,9 +407,29 @@ def test_a_load_from_inside_a_save_directory_is_refused_with_the_right_flags(
     url = "s3://bucket/save/iter_0000004"
     bucket = MemoryStore(url)
     refuse_path_inside(url, bucket)
-    bucket.put("end", b"")
+    bucket.put("file", b"")
     with pytest.raises(ConfigError, match="--load s3://bucket/save --ckpt-step 4"):
         refuse_path_inside(url, bucket)
+
+
+def test_one_checkpoint_is_refused_under_any_name(tmp_path: Path) -> None:
+    """Before, only directories with the name of an iteration were."""
+    save = tmp_path / "save"
+    make(save, 4)
+    (tmp_path / "best").symlink_to(save / iteration_dir(4))
+    with pytest.raises(ConfigError, match=f"start with --load {save} --ckpt-step 4"):
+        refuse(tmp_path / "best")
+    release = save / iteration_dir(RELEASE)
+    (save / iteration_dir(4)).rename(release)
+    with pytest.raises(ConfigError, match=f"write 'release' into {save}/{TRACKER}"):
+        refuse(release)
+    release.rename(tmp_path / "base")
+    with pytest.raises(ConfigError, match=f"rename it to {tmp_path}/iter_NNNNNNN"):
+        refuse(tmp_path / "base")
+    megatrons = tmp_path / "megatrons"
+    (megatrons / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is one checkpoint"):
+        refuse(megatrons)
 
 
 def test_a_directory_that_cannot_be_examined_is_left_to_the_load(
