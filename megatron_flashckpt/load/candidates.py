@@ -18,6 +18,7 @@ from megatron_flashckpt.errors import (
     MissingStateError,
     NotCommittedError,
     RenamedCheckpointError,
+    for_listing,
     is_damage,
 )
 from megatron_flashckpt.file_format.file_names import RELEASE
@@ -121,6 +122,7 @@ class Candidates:
         error = missing.report.error()
         if isinstance(error, RenamedCheckpointError) or not self._fall_back or best is None:
             raise error
+        self.offered = self.offered._replace(missing=None)
         self._note(_RefusedCandidate(missing.iteration, "storage", str(error), True, True))
 
     def refuse(self, error: FlashCkptError) -> None:
@@ -156,12 +158,17 @@ class Candidates:
             self._offer()
             if self.current is None:
                 raise error
+        elif isinstance(error, RenamedCheckpointError) and save.iteration != self.offered.named:
+            # This is a copy or a new name of an older checkpoint: nothing is damaged or lost.
+            if self._rank == 0:
+                logger.warning("%s; it is not loaded", for_listing(str(error)))
+            if self.current is None:
+                raise error
+            self._refuse_missing()
         else:
             # A person has named a release or a renamed directory, and does not want an older
             # checkpoint. Nor would that be whole: this load takes only the weights of a release.
-            is_wanted = save.iteration == RELEASE or (
-                isinstance(error, RenamedCheckpointError) and save.iteration == self.offered.named
-            )
+            is_wanted = save.iteration == RELEASE or isinstance(error, RenamedCheckpointError)
             if is_wanted or not (damage and self._fall_back):
                 raise error
             self._note(_RefusedCandidate(save.iteration, "storage", str(error), damage, False))

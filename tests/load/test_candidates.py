@@ -333,6 +333,28 @@ def test_a_renamed_directory_stops_the_load_with_the_name_that_it_needs(tmp_path
         candidates.refuse(caught.value)
 
 
+@pytest.mark.parametrize("fall_back", [True, False])
+def test_a_copy_under_another_name_costs_nothing(
+    storage: PosixStore, fall_back: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, it was called damaged, and two iterations lost."""
+    storage.create(f"{iteration_dir(8)}/{end_name(saved(6).save_id)}", b"a manifest")
+    errors = {"8": RenamedCheckpointError("iter_0000008: holds iteration 6")}
+    assert tried(storage, [], errors, fall_back=fall_back) == ["8", "6"]
+    assert "iter_0000008: holds iteration 6; it is not loaded" in caplog.text
+    assert "DAMAGED" not in caplog.text
+
+
+def test_a_new_name_of_what_the_tracker_names_costs_what_lies_between(
+    storage: PosixStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove(storage, 6)
+    storage.create(f"{iteration_dir(8)}/{end_name(saved(6).save_id)}", b"a manifest")
+    errors = {"8": RenamedCheckpointError("iter_0000008: holds iteration 6")}
+    assert tried(storage, [], errors) == ["8", "4"]
+    assert "RESUMES FROM ITERATION 4 in storage: at most 2 iterations are lost" in caplog.text
+
+
 def test_a_directory_that_is_a_link_is_loaded_only_if_it_is_what_it_says(tmp_path: Path) -> None:
     save, away = tmp_path / "save", tmp_path / "away"
     make(save, 2, save_name(RUN, 1))
