@@ -323,6 +323,16 @@ def _kept(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     return {key: item for key, item in pairs if key is not _LEFT_OUT and item is not _LEFT_OUT}
 
 
+def _namespace(value: Any) -> argparse.Namespace:
+    attributes = _restore(value)
+    if type(attributes) is not dict:
+        raise TypeError("expected a dictionary")
+    namespace = argparse.Namespace()
+    # Not as keywords: a name may be `self`, or no text at all.
+    vars(namespace).update(attributes)
+    return namespace
+
+
 def _tensor(entry: dict[str, Any]) -> torch.Tensor:
     dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
     if min(shape, default=0) < 0:
@@ -377,7 +387,7 @@ _RESTORERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "dict": lambda entry: _kept((_restore(key), _restore(item)) for key, item in entry["value"]),
     "set": lambda entry: set(_restore_list(entry["value"])),
     "frozenset": lambda entry: frozenset(_restore_list(entry["value"])),
-    "namespace": lambda entry: argparse.Namespace(**_restore(entry["value"])),
+    "namespace": lambda entry: _namespace(entry["value"]),
     "enum": lambda entry: _enum_member(entry["class"], entry["value"]),
     "namedtuple": lambda entry: _named_tuple(entry["class"], list(map(_restore, entry["value"]))),
     "bytesio": lambda entry: io.BytesIO(entry["value"]),

@@ -322,6 +322,14 @@ unknown = pytest.mark.parametrize(
 )
 
 
+def test_a_namespace_may_have_any_names() -> None:
+    """Frameworks fill `vars(args)` from YAML. Before, such a checkpoint was called damaged."""
+    args = argparse.Namespace(lr=1.0)
+    vars(args).update({5: "five", "self": 1, "no identifier": 2})
+    assert vars(round_trip(args)) == vars(args)
+    assert vars(lossy_round_trip(args)) == vars(args)
+
+
 @unknown
 def test_a_refusal_names_place_and_type_of_a_value_without_plain_form(unknown):
     kind = f"{type(unknown).__module__}.{type(unknown).__qualname__}".replace("builtins.", "")
