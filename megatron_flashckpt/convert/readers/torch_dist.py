@@ -132,7 +132,9 @@ def _common(directory: Path) -> dict[str, Any]:
         )
     args = common["args"]
     if isinstance(args, types.SimpleNamespace):
-        common["args"] = argparse.Namespace(**vars(args))
+        copied = argparse.Namespace()
+        vars(copied).update(vars(args))
+        common["args"] = copied
     common.setdefault("num_floating_point_operations_so_far", 0)
     common.setdefault("opt_param_scheduler", None)
     common.pop("rerun_state_machine", None)

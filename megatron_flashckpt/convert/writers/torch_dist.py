@@ -6,7 +6,7 @@ parameter), which megatron-core reads since 0.15. The plain optimizer's state ha
 
 from __future__ import annotations
 
-import argparse
+import copy
 import json
 import math
 import pickle
@@ -191,7 +191,7 @@ def _unique_key(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> st
 
 def _common(contents: Contents, *, distributed: bool) -> dict[str, Any]:
     """Return the contents of `common.pt`: state that is neither a tensor nor per rank."""
-    args = argparse.Namespace(**vars(contents.args))
+    args = copy.copy(contents.args)
     args.ckpt_format, args.use_dist_ckpt = "torch_dist", True
     # With these flags Megatron does not read the state that is missing.
     args.no_save_optim = contents.optimizer is None

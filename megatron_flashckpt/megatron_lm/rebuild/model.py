@@ -111,7 +111,7 @@ def _completed(args: Any) -> argparse.Namespace:
         arguments.add_megatron_arguments(parser)
     completed, _ = parser.parse_known_args([])
     for name, value in vars(args).items():
-        setattr(completed, name, copy.copy(value))
+        vars(completed)[name] = copy.copy(value)  # not every name is a text
     vars(completed).update(_ONLY_SHAPES)
     return completed
 
