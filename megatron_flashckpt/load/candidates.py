@@ -117,10 +117,16 @@ class Candidates:
         """Refuse the iteration that tracker or `--ckpt-step` names, and that cannot be loaded."""
         missing = self.offered.missing
         best = self.iteration
-        if missing is None or (best is not None and best >= missing.iteration):
+        if missing is None:
+            return
+        # A release is in storage only, and a person wants its weights alone.
+        is_release = missing.iteration == RELEASE
+        is_held = isinstance(self.current, MemoryCheckpoint)
+        if best is not None and best >= missing.iteration and (is_held or not is_release):
             return  # memory holds it
         error = missing.report.error()
-        if isinstance(error, RenamedCheckpointError) or not self._fall_back or best is None:
+        is_wanted = is_release or isinstance(error, RenamedCheckpointError)
+        if is_wanted or not self._fall_back or best is None:
             raise error
         self.offered = self.offered._replace(missing=None)
         self._note(_RefusedCandidate(missing.iteration, "storage", str(error), True, True))

@@ -15,8 +15,14 @@ from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.lineage import Candidate, Choice, Facts, Save, at, choose
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.tracker import tracker_text
-from megatron_flashckpt.collectives import ErrorReport, attempt
-from megatron_flashckpt.errors import ConfigError, StorageError, is_damage
+from megatron_flashckpt.collectives import Attempt, ErrorReport, attempt
+from megatron_flashckpt.errors import (
+    ANOTHER,
+    ConfigError,
+    NotCommittedError,
+    StorageError,
+    is_damage,
+)
 from megatron_flashckpt.file_format.file_names import (
     RELEASE,
     TRACKER,
@@ -152,7 +158,12 @@ def _with_named(
     if named is None or any(save.iteration == named for save in facts.in_storage()):
         return facts, None, None
     if named == RELEASE:
-        return facts, None, None  # Megatron reports that its own checkpoint is missing
+        gone = NotCommittedError(
+            f"{store.place}/{iteration_dir(RELEASE)}: is missing, although {TRACKER} names it; "
+            f"write the iteration to resume from into that file, or {ANOTHER}"
+        )
+        report = Attempt(None, gone).report
+        return facts, report and Missing(named, report), None
     if problem := foreign.dlrover_empty(store, named):
         return facts, None, problem
     tried = attempt(lambda: open_checkpoint(store, named).save)

@@ -333,6 +333,14 @@ def test_a_renamed_directory_stops_the_load_with_the_name_that_it_needs(tmp_path
         candidates.refuse(caught.value)
 
 
+def test_a_release_that_is_gone_is_replaced_by_memory_only(storage: PosixStore) -> None:
+    """Before, the newest iteration was loaded with all its state."""
+    storage.put(TRACKER, b"release")
+    with pytest.raises(NotCommittedError, match=r"release: is missing, although .* names it"):
+        opened(storage, [])
+    assert tried(storage, [held(8)], {}) == ["memory 8"]
+
+
 @pytest.mark.parametrize("fall_back", [True, False])
 def test_a_copy_under_another_name_costs_nothing(
     storage: PosixStore, fall_back: bool, caplog: pytest.LogCaptureFixture
