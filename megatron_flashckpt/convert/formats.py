@@ -69,12 +69,23 @@ def _open_with_retries(
     options: Options,
 ) -> Contents:
     """Return what `open_format`, which uses no store, reads; its reads are retried as a whole."""
+    _retry(store, directory, lambda: _refuse_endless_files(directory))
     contents = _retry(store, directory, lambda: open_format(directory, iteration, options))
     return dataclasses.replace(
         contents,
         tensors=[_retrying(tensor, store, directory) for tensor in contents.tensors],
         doubles=tuple(_retrying(tensor, store, directory) for tensor in contents.doubles),
     )
+
+
+def _refuse_endless_files(directory: Path) -> None:
+    """Raise if a checkpoint has a pipe, socket or device: a reader would wait for its writer."""
+    for path in directory.rglob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise CorruptCheckpointError(
+                f"{path}: is no file, but a pipe, socket or device; restore the file from a copy, "
+                "or convert another checkpoint"
+            )
 
 
 def _retrying(tensor: GlobalTensor, store: RetryingStore, directory: Path) -> GlobalTensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -366,3 +368,21 @@ def test_fp32_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path:
     opened = open_source(tmp_path / "save", None, Options())
     with pytest.raises(CorruptCheckpointError, match=rf"masters of 1 tensors .* {key} \(9 of 9"):
         convert(opened, ours, "flashckpt", Options(overwrite=True))
+
+
+@pytest.mark.parametrize(
+    ("put", "name", "reason"),
+    [
+        (os.mkfifo, "metadata.json", "is no file, but a pipe"),
+        (os.mkfifo, ".metadata", "is no file, but a pipe"),
+        (os.mkdir, ".metadata", "is a directory"),
+    ],
+)
+def test_what_stands_in_place_of_a_file_ends_the_conversion(
+    tmp_path: Path, put: Callable[[Path], None], name: str, reason: str
+) -> None:
+    path = write_torch_dist(contents(), tmp_path, Options()) / name
+    path.unlink()
+    put(path)
+    with pytest.raises(CorruptCheckpointError, match=f"{path}: {reason}"):
+        open_source(tmp_path, None, Options())

@@ -108,6 +108,8 @@ class Reader:
             ) from None
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{place}: is missing; {_ANOTHER}") from None
+        except IsADirectoryError:
+            raise CorruptCheckpointError(f"{place}: is a directory; {_ANOTHER}") from None
         except OSError:
             raise
         except Exception as error:  # a damaged pickle raises anything
