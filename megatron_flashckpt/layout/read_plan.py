@@ -150,7 +150,7 @@ def missing_state(
     lines = [f"{name}: {_UNEXPECTED}" for name in sorted(unexpected)]
     differences = tuple(dict.fromkeys([*lines, *problems]))
     error = MissingStateError(
-        f"{place} does not hold what this model needs ({len(differences)} "
+        f"{place} does not fit this model ({len(differences)} "
         f"difference{'' if len(differences) == 1 else 's'}):\n  "
         + "\n  ".join(differences)
         + f"\n{advice}Use the model settings of the run that saved it (the parallel sizes are "

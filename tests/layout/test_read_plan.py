@@ -79,7 +79,7 @@ def problems(
     )
     head, *lines, remedy = str(error).splitlines()
     count = "1 difference" if len(lines) == 1 else f"{len(lines)} differences"
-    assert head == f"{PLACE} does not hold what this model needs ({count}):"
+    assert head == f"{PLACE} does not fit this model ({count}):"
     assert "nothing was loaded" in remedy
     return [line.strip() for line in lines]
 
