@@ -275,19 +275,19 @@ class Committer:
                 if not with_records:
                     return core.Looked()
                 names = [entry.name for entry in store.list(save.directory)]
-                return core.Looked(
-                    frozenset(file_names.ranks_with_record(names, save_id, save.world_size))
-                )
+                # A later listing may lack a name that this one has.
+                save.records_seen.update(file_names.records_of(names, save_id, save.world_size))
+                seen = file_names.ranks_with_record(save.records_seen, save_id, save.world_size)
+                return core.Looked(frozenset(seen))
             case core.Commit():
                 hit("commit.ready")
                 if self._node.options.on_durable is not None:
                     announce(store, save.save)
-                names = [entry.name for entry in store.list(save.directory)]
                 with self._node.changed:
                     trained_s = self._node.trained_s(file_names.run_of(save_id))
                 try:
                     ended, merged = proposals.propose_manifest(
-                        store, iteration, save_id, save.metas[0], names, trained_s
+                        store, iteration, save_id, save.metas[0], save.records_seen, trained_s
                     )
                 except proposals.MissingShardsError as error:
                     # Shards are removed for a failed end, so nothing is waited for before the end

@@ -30,6 +30,8 @@ class PendingSave:
     """Descriptions of the slots, by rank of this node."""
     records: dict[int, CommitRecord] = dataclasses.field(default_factory=dict)
     """Records of durable shards that this agent has written."""
+    records_seen: set[str] = dataclasses.field(default_factory=set)
+    """Names of all records that a listing has shown; for the driver alone."""
     costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
     """Timings until the slot was staged, by rank of this node."""
     failed: set[int] = dataclasses.field(default_factory=set)

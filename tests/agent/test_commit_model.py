@@ -2,9 +2,10 @@
 
 Three nodes hold the parts of one save. Their cores are driven as by the committer, and its real
 code carries out their actions, call by call, between which anything may happen. The store shows
-names of other nodes late, loses answers, raises, and forgets at a power loss what nobody has made
-durable. Shards vanish or shrink; agents hang between any two calls, are killed, and are replaced
-by agents that find the slots. `FLASHCKPT_EXAMPLES` sets the number of schedules.
+names of other nodes late, then in some listings only, loses answers, raises, and forgets at a power
+loss what nobody has made durable. Shards vanish or shrink; agents hang between any two calls, are
+killed, and are replaced by agents that find the slots. `FLASHCKPT_EXAMPLES` sets the number of
+schedules.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ WORLD = 4
 TIMEOUT_S = 300.0
 #: Names of other nodes that a schedule's store shows late: the end of the name, and seconds.
 LATE = (("", 0.0), ("", 30.0), (".safetensors", 10.0))
+#: Seconds for which a name that has come into view is missing in some listings.
+WAVERING_S = 20.0
 #: Seconds after which an agent may give up a storage that does not answer.
 SHORTEST_OUTAGE_S = 4.0
 #: Seconds in which a save is committed if nothing goes wrong.
@@ -110,17 +113,24 @@ class Storage:
         self.now = 0.0
         self.names: dict[str, Object] = {}
         self.late_suffix, self.late_s = LATE[0]
+        self.chance = random.Random(0)
         self.first_end: bytes | None = None
         #: Count of shards that vanished or shrank, by shard: when each did.
         self.harms = 0
         self.harmed: dict[str, int] = {}
 
-    def visible(self, node: int) -> MemoryStore:
-        """Return the names as listings of a node show them."""
+    def visible(self, node: int, *, wavers: bool = False) -> MemoryStore:
+        """Return the names as a node sees them.
+
+        Args:
+            wavers: names of a moment ago may be missing again.
+        """
         store = MemoryStore()
         for name, item in self.names.items():
             late_s = self.late_s if name.endswith(self.late_suffix) else 0.0
-            if item.node == node or self.now - item.created >= late_s:
+            age_s = self.now - item.created
+            is_missing = wavers and age_s < late_s + WAVERING_S and self.chance.random() < 0.5
+            if item.node == node or (age_s >= late_s and not is_missing):
                 store.objects[name] = item.data
         return store
 
@@ -260,7 +270,9 @@ class View:
         self._call(sync)
 
     def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
-        return self._call(lambda: self._storage.visible(self._node).list(directory, sizes=sizes))
+        return self._call(
+            lambda: self._storage.visible(self._node, wavers=True).list(directory, sizes=sizes)
+        )
 
     def stat(self, name: str) -> Entry | None:
         return self._call(lambda: self._storage.visible(self._node).stat(name))
@@ -609,6 +621,7 @@ class Saves:
         """A later job removes what has failed, and keeps the checkpoint."""
         first = self.storage.names.get(END)
         self.storage.late_s = 0.0
+        self.storage.now += WAVERING_S
         for _ in range(3):
             self.tidy(0.0)
         if first is None or kind_of(first.data) is End.FAILED:

@@ -141,6 +141,7 @@ def test_a_save_whose_shards_are_gone_takes_its_end_as_soon_as_that_is_visible()
     committer, save = pending(1, {0: _Rank(RUN)}, RUN)
     committer._node.trained_s = lambda _: None
     save.metas[0] = persist(save.store, 10, SAVE, 0, 1, pieces_of(0, 1, "a weight", 10))
+    committer._carried_out(save, core.Look(records=True))
     del save.store.objects[f"{save.directory}/{shard_name(0, SAVE)}"]
     assert isinstance(committer._carried_out(save, core.Commit()), core.Unseen)
     failure = Failure(failed="a later run has started")
