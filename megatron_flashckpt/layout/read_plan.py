@@ -163,23 +163,43 @@ def missing_state(
 
 _UNEXPECTED = "in the checkpoint, not in the model"
 _ABSENT = "are not in the checkpoint"
+_NOT_ONCE = "are not stored exactly once"
 #: Two element types, of the same shape or of the same elements.
 _OTHER_TYPE = re.compile(
     r"(\(.*\)) \w+ in the checkpoint, \1 \w+ in the model$"
     r"| are [\w, ]+ in the checkpoint, \w+ in the model$"
 )
+_FLOAT = "(F64|F32|F16|BF16)"
+#: A weight of another type of floats, which a load of the weights alone converts.
+_CONVERTED = re.compile(
+    rf"^{WEIGHT}/.*((\(.*\)) {_FLOAT} in the checkpoint, \2| are {_FLOAT} in the checkpoint,) "
+    rf"{_FLOAT} in the model$"
+)
+#: Differences that a load with the optimizer never accepts: another shape or type, or damage.
+_LASTING = re.compile(rf"( in the checkpoint, (?!not).* in the model|{_NOT_ONCE})$")
 
 
 def _cures(differences: Sequence[str]) -> list[str]:
-    """Return the flags with which this load, or one of a converted checkpoint, succeeds."""
-    kinds = {line.partition("/")[0] for line in differences}
+    """Return the flags with which this load, or one of a converted checkpoint, succeeds.
+
+    With each of them none of the differences remains.
+    """
+    of_weights = [line for line in differences if line.startswith((f"{WEIGHT}/", f"{BUFFER}/"))]
+    other_types = [line for line in differences if _OTHER_TYPE.search(line)]
+    lasting = [line for line in differences if _LASTING.search(line)]
     cures = []
-    if kinds and kinds.isdisjoint((WEIGHT, BUFFER)):
+    if differences and all(_CONVERTED.search(line) for line in of_weights):
         cures.append("--no-load-optim loads the weights alone")
-    if any("not in the checkpoint" in line or line.endswith(_UNEXPECTED) for line in differences):
+    if not lasting and any(
+        "not in the checkpoint" in line or line.endswith(_UNEXPECTED) for line in differences
+    ):
         cures.append("--dist-ckpt-strictness log_all loads what both have")
-    if any(_OTHER_TYPE.search(line) for line in differences):
-        cures.append("--ckpt-convert-format torch_dist converts it for another element type")
+    if other_types and {*lasting, *of_weights} <= {*other_types}:
+        cures.append(
+            "with --use-distributed-optimizer, a job with those settings and --ckpt-convert-format "
+            "torch_dist --ckpt-convert-save DIR --dist-ckpt-optim-fully-reshardable converts it "
+            "for another element type"
+        )
     return cures
 
 
@@ -243,7 +263,7 @@ def _not_once(piece: Piece, types: list[str]) -> str:
     elements = _place(piece)
     if not {*types} <= {piece.dtype}:
         return f"{elements} are {', '.join(types)} in the checkpoint, {piece.dtype} in the model"
-    return f"{elements} are not stored exactly once"
+    return f"{elements} {_NOT_ONCE}"
 
 
 def _place(piece: Piece) -> str:
