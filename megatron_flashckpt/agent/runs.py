@@ -201,8 +201,12 @@ def why_overtaken(store: Store, later: RunObject) -> str:
 
 
 def _has_ended(store: Store, run: str) -> bool:
-    """Return whether a run has removed its sign of life; a killed run leaves it."""
+    """Return whether a run has removed its sign of life, or its agent was killed on this machine.
+
+    An agent that was killed elsewhere leaves a sign that does not tell.
+    """
     try:
-        return alive.read(store, run) is None
+        sign = alive.read(store, run)
     except StorageError:  # unknown, and only a text depends on it
         return False
+    return sign is None or sign.is_of_dead_process

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_flashckpt.agent import alive, runs
@@ -241,16 +242,19 @@ def test_a_start_is_granted_that_the_tracker_was_removed(loads: bool) -> None:
     assert granted.save_id.startswith("000001-")
 
 
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("state", ["trains", "has left", "was killed here"])
 def test_the_message_of_an_overtaken_run_names_the_later_run_and_the_remedy(
-    tmp_path: Path, *, trains: bool
+    tmp_path: Path, state: str
 ) -> None:
     run = RunObject(name="000009-abcd", host="node7", opened_at=0.0)
     store = MemoryStore(str(tmp_path))
-    if trains:
-        alive.put(store, alive.sign_of_life(run.name, "training", 1))
+    sign = alive.sign_of_life(run.name, "training", 1)
+    if state == "trains":
+        alive.put(store, sign)
+    elif state == "was killed here":
+        alive.put(store, msgspec.structs.replace(sign, started=sign.started + 1))
     message = runs.why_overtaken(store, run)
     for words in (str(tmp_path), "000009-abcd", "node7", "or save elsewhere"):
         assert words in message
-    assert ("end one of the two jobs" in message) is trains
-    assert ("has ended since: start this job again" in message) is not trains
+    assert ("end one of the two jobs" in message) is (state == "trains")
+    assert ("has ended since: start this job again" in message) is (state != "trains")
