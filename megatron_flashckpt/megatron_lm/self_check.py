@@ -26,6 +26,12 @@ QUANTIZED_REMEDY = (
     "masters; or start without --fp8-param-gather and --fp4-param-gather"
 )
 
+#: Remedy for plain weights that a load could not derive from their masters; the last line.
+DERIVED_REMEDY = (
+    "set 'weights: store', the default; or train every 16-bit weight with "
+    "--use-distributed-optimizer and full fp32 masters"
+)
+
 
 def check(job: JobState, state: ModelState) -> None:
     """Raise if a part of this rank's state cannot be saved. No communication.
@@ -63,13 +69,18 @@ def refusal(lines: list[str]) -> UnsupportedError:
 
 
 def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
-    """Return a line for each reason why unsaved weights cannot be derived from their masters."""
+    """Return a line for each reason why unsaved weights cannot be derived from their masters.
+
+    The last line is the remedy.
+    """
     derivable = state.derivable(state.geometry(chunks))
     if not derivable or optimizer is None:
         return []
     shared = "FP8 or FP4 weights of the same name in other layers"
     reason = "'weights: derive'" if state.derives_all else shared
-    return underivable(chunks, optimizer, derivable, reason)
+    lines = underivable(chunks, optimizer, derivable, reason)
+    remedy = DERIVED_REMEDY if state.derives_all else QUANTIZED_REMEDY
+    return [*lines, remedy] if lines else []
 
 
 def _quantized_problems(chunks: list[Any], optimizer: Any) -> list[str]:

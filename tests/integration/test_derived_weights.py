@@ -112,4 +112,5 @@ def test_derive_is_refused_without_an_optimizer_that_shards_its_state(tmp_path: 
     assert result.returncode != 0
     assert "'weights: derive', but no optimizer that shards its state steps: " in result.log
     assert "embedding.word_embeddings.weight" in result.log
+    assert "set 'weights: store', the default; or train every 16-bit weight with" in result.log
     assert result.events == [], "a loss was computed, or a save was made"

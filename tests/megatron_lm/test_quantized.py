@@ -179,7 +179,8 @@ def test_plain_weights_that_share_a_key_with_fp8_ones_need_masters_too() -> None
     state.note_keys({"layer.matrix"})
     assert self_check.of_derived(state, [job], job.optimizer) == [
         "FP8 or FP4 weights of the same name in other layers, but no optimizer that shards its "
-        "state steps: layer.matrix"
+        "state steps: layer.matrix",
+        self_check.QUANTIZED_REMEDY,
     ]
 
 
