@@ -301,6 +301,23 @@ def test_the_document_of_slow_storage_shows_the_published_figures(name: str) -> 
         assert any(line.startswith(row) for line in lines)
 
 
+def test_the_readme_has_the_published_figures_of_slow_storage() -> None:
+    published = report.read_figures(REPO / "benchmarks/results/train-100mb-s.json")[0]
+    ours, torch, dlrover = (
+        {name: spread["median"] for name, spread in published["systems"][key]["figures"].items()}
+        for key in ("flashckpt", "torch", "dlrover")
+    )
+    text = " ".join((REPO / "README.md").read_text().split())
+    assert (
+        f"a save blocked for {ours['blocked_s']:.2f} s; Megatron's `torch` for "
+        f"{torch['blocked_s']:.2f}, DLRover for {dlrover['blocked_s']:.2f}. A restart took "
+        f"{ours['memory_restart_s']:.0f} s from memory, the others "
+        f"{torch['storage_restart_s']:.0f} and {dlrover['storage_restart_s']:.0f} from storage."
+    ) in text
+    page = (REPO / "docs/understanding/benchmarks.md").read_text()
+    assert f"(load {published['load_before']:.1f})" in page
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/understanding/benchmarks.md"])
 def test_a_document_shows_the_published_medians(document: str) -> None:
     """Compares tables of `results/train.json` in the document, whatever columns they show.
