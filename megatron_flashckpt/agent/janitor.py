@@ -528,11 +528,13 @@ class Janitor:
             with self._removal_errors_logged(iteration):
                 hit("retain.chosen")
                 walk.look()
+                # First: a deletion may take effect and raise an error. What is not settled is
+                # looked at again.
+                self._manifests.pop(save, None)
+                self._looks.pop(iteration, None)
                 end = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
                 walk.store.delete([end])
                 hit("retain.hidden")
-                self._manifests.pop(save, None)
-                self._looks.pop(iteration, None)
                 if _ended(walk.store, iteration, save_id, _EXPIRED) is End.FAILED:
                     hit("retain.failed")
                     logger.info(

@@ -763,6 +763,28 @@ def test_an_error_of_one_removal_stops_no_other(
     assert directories(store) == [iteration_dir(30)]
 
 
+def test_a_deletion_that_took_effect_with_an_error_leaves_nothing(clock: Clock) -> None:
+    """Nor does the checkpoint count any more, for rules that would keep it."""
+    first, last = save(1, 10), save(1, 20)
+
+    class LosesAnAnswer(MemoryStore):
+        def delete(self, names: Iterable[str]) -> None:
+            names = list(names)
+            is_lost = names == [end_path(first)] and end_path(first) in self.objects
+            super().delete(names)
+            if is_lost:
+                raise StorageError("no answer")
+
+    store = LosesAnAnswer()
+    for named in (first, last):
+        commit(store, named)
+    track(store, 20)
+    janitor = Janitor(tuple, 0.0, clock)
+    for latest in (2, 2, 1, 2, 2):  # the directories are settled when the first one expires
+        janitor.tidy(committed(store, last, Retention(latest=latest)))
+    assert directories(store) == [iteration_dir(20)]
+
+
 # ---------------------------------------------------------------------- what others have put there
 
 
