@@ -289,9 +289,9 @@ class Committer:
                     ended, merged = proposals.propose_manifest(
                         store, iteration, save_id, save.metas[0], save.records_seen, trained_s
                     )
-                except proposals.MissingShardsError as error:
-                    # Shards are removed for a failed end, so nothing is waited for before the end
-                    # was asked for.
+                except (proposals.MissingShardsError, FileNotFoundError) as error:
+                    # Names that were seen are there, or were removed for a failed end; so nothing
+                    # is waited for before the end was asked for.
                     if (end := proposals.look(store, iteration, save_id)) is not None:
                         return end
                     logger.warning("iteration %d: trying again: %s", save.iteration, error)

@@ -246,7 +246,10 @@ class View:
 
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         def get() -> bytes:
-            if name not in self._storage.names:
+            # Only records are read because a listing has shown them.
+            wavers = file_names.is_record_name(name)
+            visible = self._storage.visible(self._node, wavers=True).objects
+            if name not in (visible if wavers else self._storage.names):
                 raise FileNotFoundError(errno.ENOENT, "does not exist", name)
             return self._storage.names[name].data[
                 offset : None if nbytes is None else offset + nbytes
