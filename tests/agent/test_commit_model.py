@@ -628,7 +628,7 @@ class Saves:
         """A later job removes what has failed, and keeps the checkpoint."""
         first = self.storage.names.get(END)
         self.storage.late_s = 0.0
-        self.storage.now += WAVERING_S
+        self.storage.now += 2 * WAVERING_S
         for _ in range(3):
             self.tidy(0.0)
         if first is None or kind_of(first.data) is End.FAILED:
