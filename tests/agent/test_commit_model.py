@@ -53,7 +53,7 @@ WAVERING_S = 20.0
 #: Seconds after which an agent may give up a storage that does not answer.
 SHORTEST_OUTAGE_S = 4.0
 #: Seconds in which a save is committed if nothing goes wrong.
-AMPLE_S = 90.0
+AMPLE_S = 90.0 + WAVERING_S
 
 ITERATION = 10
 RUN = file_names.run_name(1, "aaaa")
