@@ -79,8 +79,8 @@ class Recorded:
 class Looked:
     """The save has no end yet, as this node sees it."""
 
-    recorded: frozenset[int] = frozenset()
-    """Ranks of all nodes with a record, if the look was for records, too."""
+    recorded: frozenset[int] | None = None
+    """Ranks of all nodes with a record; None if only the end was looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,9 +329,10 @@ class CommitCore:
                 self._publish_by = None
                 self._at_once(now)
             case Looked(recorded):
-                if recorded > self._listed:
-                    self._pause_s = self._pace.shortest_s
-                self._listed = recorded or self._listed
+                if recorded is not None:
+                    if recorded > self._listed:
+                        self._pause_s = self._pace.shortest_s
+                    self._listed = recorded
                 self._later(now)
             case Ended():
                 self._end = seen

@@ -277,8 +277,7 @@ class Committer:
                 names = [entry.name for entry in store.list(save.directory)]
                 # A later listing may lack a name that this one has.
                 save.records_seen.update(file_names.records_of(names, save_id, save.world_size))
-                seen = file_names.ranks_with_record(save.records_seen, save_id, save.world_size)
-                return core.Looked(frozenset(seen))
+                return core.Looked(save.recorded)
             case core.Commit():
                 hit("commit.ready")
                 if self._node.options.on_durable is not None:
@@ -289,11 +288,14 @@ class Committer:
                     ended, merged = proposals.propose_manifest(
                         store, iteration, save_id, save.metas[0], save.records_seen, trained_s
                     )
-                except (proposals.MissingShardsError, FileNotFoundError) as error:
-                    # Names that were seen are there, or were removed for a failed end; so nothing
-                    # is waited for before the end was asked for.
+                except (proposals.MissingRecordError, proposals.MissingShardsError) as error:
+                    # Names that were seen are removed for a failed end, so nothing is waited for
+                    # before the end was asked for.
                     if (end := proposals.look(store, iteration, save_id)) is not None:
                         return end
+                    if isinstance(error, proposals.MissingRecordError):
+                        save.records_seen.discard(error.name)
+                        return core.Looked(save.recorded)
                     logger.warning("iteration %d: trying again: %s", save.iteration, error)
                     return core.Unseen(str(error))
                 save.cost = merged.cost

@@ -31,7 +31,7 @@ class PendingSave:
     records: dict[int, CommitRecord] = dataclasses.field(default_factory=dict)
     """Records of durable shards that this agent has written."""
     records_seen: set[str] = dataclasses.field(default_factory=set)
-    """Names of all records that a listing has shown; for the driver alone."""
+    """Names of the records that listings have shown and that could be read; for the driver."""
     costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
     """Timings until the slot was staged, by rank of this node."""
     failed: set[int] = dataclasses.field(default_factory=set)
@@ -48,6 +48,12 @@ class PendingSave:
     @property
     def directory(self) -> str:
         return file_names.iteration_dir(self.iteration)
+
+    @property
+    def recorded(self) -> frozenset[int]:
+        """Ranks of all nodes whose records were seen."""
+        seen = file_names.ranks_with_record(self.records_seen, self.save_id, self.world_size)
+        return frozenset(seen)
 
     @property
     def place(self) -> str:

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.agent.commit_core import Ended
-from megatron_flashckpt.errors import AlreadyExistsError, CorruptCheckpointError
+from megatron_flashckpt.errors import AlreadyExistsError, CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import end as ends
 from megatron_flashckpt.file_format import file_names, manifest
@@ -39,6 +39,14 @@ _SHOWN = 8
 
 class MissingShardsError(CorruptCheckpointError):
     """Shards have records, but their files are not visible."""
+
+
+class MissingRecordError(FlashCkptError):
+    """A record that a listing has shown is not there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name}: is missing")
+        self.name = name
 
 
 # ---------------------------------------------------------------------- records
@@ -72,6 +80,7 @@ def read_records(
         names: files in the directory of the save.
 
     Raises:
+        MissingRecordError: one of the files is not there.
         CorruptCheckpointError: a file holds no records, or those of another save, rank or shard, or
             two records of a rank contradict each other.
     """
@@ -85,7 +94,7 @@ def read_records(
             if record.template is not KNOWN_ITEMS
             and file_with_items.setdefault(record.template_fingerprint, name) != name
             else record
-            for record in _read(store, f"{directory}/{name}", iteration, save_id, ranks)
+            for record in _read(store, directory, name, iteration, save_id, ranks)
         ]
 
     files = sorted(file_names.records_of(names, save_id, world_size).items())
@@ -111,10 +120,14 @@ def _shard_of(record: CommitRecord) -> CommitRecord:
 
 
 def _read(
-    store: Store, name: str, iteration: int, save_id: str, ranks: range
+    store: Store, directory: str, name: str, iteration: int, save_id: str, ranks: range
 ) -> list[CommitRecord]:
-    place = f"{store.place}/{name}"
-    records = decode_records(read_whole(store, name, _MAX_RECORD_NBYTES), place)
+    place = f"{store.place}/{directory}/{name}"
+    try:
+        encoded = read_whole(store, f"{directory}/{name}", _MAX_RECORD_NBYTES)
+    except FileNotFoundError as error:
+        raise MissingRecordError(name) from error
+    records = decode_records(encoded, place)
     stored = [(record.iteration, record.save_id, record.rank, record.file) for record in records]
     expected = [(iteration, save_id, rank, file_names.shard_name(rank, save_id)) for rank in ranks]
     if stored != expected:
@@ -230,6 +243,7 @@ def propose_manifest(
         trained_s: seconds since the start of the run that makes the save, if they are known.
 
     Raises:
+        MissingRecordError: a record is not there.
         CorruptCheckpointError: the records contradict each other, or a shard is missing.
     """
     directory = file_names.iteration_dir(iteration)
