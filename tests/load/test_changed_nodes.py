@@ -70,12 +70,13 @@ def _save(made: Cluster, restart: Restart) -> None:
         return
     made.stage(5)
     assert [trainer.outcome().error for trainer in made.trainers.values()] == [None] * RANKS
+    if has_copies:
+        made.await_held(5, restart.holders)
     for iteration in restart.kept:
         save_id = new_save_id()
         for trainer in made.trainers.values():
             assert trainer.keep(iteration, save_id).kept
-    if has_copies:
-        for iteration in (5, *restart.kept):
+        if has_copies:  # before the next one: an older save is not sent any more
             made.await_held(iteration, restart.holders)
     made.lose(*restart.lost)
 
