@@ -28,8 +28,8 @@ from megatron_flashckpt.megatron_lm.stock import (
     original,
     stock_module,
 )
-from megatron_flashckpt.storage.msc_profile import MSC, bucket_of
-from megatron_flashckpt.storage.opening import is_url
+from megatron_flashckpt.storage.msc_profile import MSC
+from megatron_flashckpt.storage.opening import is_url, open_store
 
 #: Names in Megatron's `checkpointing` that every release has.
 _REQUIRED = (
@@ -130,11 +130,13 @@ def loads_itself(args: Any, root: str) -> bool:
 
 
 def is_known_to_msc_alone(args: Any, root: str | None) -> bool:
-    """Return whether only Megatron can load from `root`, because of what its profile says."""
+    """Return whether only Megatron can load from `root`: its profile is not plain, or there is no
+    obstore.
+    """
     if root is None or not root.startswith(MSC) or not loads_itself(args, root):
         return False
     try:
-        bucket_of(root)
+        open_store(root)
     except ConfigError:
         return True
     return False

@@ -37,6 +37,12 @@ def test_a_profile_that_only_the_client_knows_is_left_to_megatron() -> None:
 
 
 @pytest.mark.usefixtures("client")
+def test_a_profile_is_left_to_megatron_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    assert is_known_to_msc_alone(Namespace(enable_msc=True), "msc://plain/job")
+
+
+@pytest.mark.usefixtures("client")
 @pytest.mark.parametrize(
     ("enabled", "root", "loads"),
     [
