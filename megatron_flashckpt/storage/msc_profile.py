@@ -32,7 +32,7 @@ _PASSED_ON = ("AWS_", "GOOGLE_", "AZURE_", "MSC_")
 
 
 class Bucket(NamedTuple):
-    """What a URL stands for, in the words of obstore."""
+    """The bucket that a URL stands for, in the words of obstore."""
 
     url: str
     config: Mapping[str, str] = {}
@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
 
 
 class _UnknownError(Exception):
-    """What a profile has that only the client itself understands."""
+    """A profile has something that only the client itself understands."""
 
 
 def bucket_of(root: str) -> Bucket:
@@ -103,8 +103,11 @@ def _profile(root: str, name: str) -> tuple[str, Mapping[str, Any]]:
         text = path.read_text()
         decoded = json.loads(text) if path.suffix == ".json" else msgspec.yaml.decode(text)
         profile = decoded["profiles"][name]
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error}); correct the file") from error
+    except (ValueError, msgspec.MsgspecError):
+        # Without the error, which quotes lines of the file: they may hold a secret.
+        raise ConfigError(f"{path}: is neither JSON nor YAML; correct the file") from None
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{root}: {path} has no profile '{name}'; add it, or correct the name"

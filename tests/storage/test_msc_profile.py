@@ -6,6 +6,7 @@ The texts are those that the client's own schema and providers of release 1.3.1 
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,18 @@ def test_the_first_file_that_exists_counts(config: Path, monkeypatch: pytest.Mon
     profiles(config, b=S3)
     with pytest.raises(ConfigError, match=f"{config} has no profile 'a'"):
         bucket_of("msc://a/job")
-    config.write_text("{")
-    with pytest.raises(ConfigError, match=f"{config}: cannot be read"):
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml"])
+def test_a_damaged_file_is_named_without_its_secrets(
+    config: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    damaged = config.with_suffix(suffix)
+    damaged.write_text("profiles: {a: {secret_key: hunter2]")
+    monkeypatch.setenv("MSC_CONFIG", str(damaged))
+    with pytest.raises(ConfigError, match=f"{damaged}: is neither JSON nor YAML") as raised:
         bucket_of("msc://a/job")
+    assert "hunter2" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_a_store_of_a_profile_is_that_of_its_bucket(
