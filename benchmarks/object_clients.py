@@ -154,7 +154,7 @@ class _Dcp(_InThisProcess):
 
 
 class DcpByFsspec(_Dcp):
-    """By s3fs."""
+    """DCP through s3fs."""
 
     def _storage(self, number: int) -> tuple[Any, Any]:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -167,7 +167,7 @@ class DcpByFsspec(_Dcp):
 
 
 class DcpByMsc(_Dcp):
-    """By NVIDIA's Multi-Storage Client, as Megatron uses it."""
+    """DCP through NVIDIA's Multi-Storage Client, as Megatron uses it."""
 
     def __init__(self, url: str, mib: int, where: Path) -> None:
         super().__init__(url, mib, where)

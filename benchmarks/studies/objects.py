@@ -31,7 +31,7 @@ class Figures(NamedTuple):
 
     seconds: float
     cpu_s: float
-    """Of the process that sends or receives."""
+    """Processor time of the process that sends or receives."""
     mib: float
     """Peak of its private memory beyond that before the call."""
     nbytes: int

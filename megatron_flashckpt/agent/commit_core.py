@@ -160,7 +160,7 @@ class Look:
 class Commit:
     """Propose a manifest, from the records of all ranks, if every shard is there.
 
-    Answer: `Ended`, `Unseen` or `Trouble`.
+    Answer: `Ended`, `Looked` (a record is not there any more), `Unseen` or `Trouble`.
     """
 
 

@@ -294,7 +294,7 @@ class Committer:
                     if (end := proposals.look(store, iteration, save_id)) is not None:
                         return end
                     if isinstance(error, proposals.MissingRecordError):
-                        save.records_seen.discard(error.name)
+                        del save.records_seen[error.name]
                         return core.Looked(save.recorded)
                     logger.warning("iteration %d: trying again: %s", save.iteration, error)
                     return core.Unseen(str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.catalog.lineage import Save
@@ -30,8 +31,9 @@ class PendingSave:
     """Descriptions of the slots, by rank of this node."""
     records: dict[int, CommitRecord] = dataclasses.field(default_factory=dict)
     """Records of durable shards that this agent has written."""
-    records_seen: set[str] = dataclasses.field(default_factory=set)
-    """Names of the records that listings have shown and that could be read; for the driver."""
+    records_seen: dict[str, range] = dataclasses.field(default_factory=dict)
+    """Names and ranks of the records that listings have shown, unless a read did not find them; for
+    the driver alone."""
     costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
     """Timings until the slot was staged, by rank of this node."""
     failed: set[int] = dataclasses.field(default_factory=set)
@@ -52,8 +54,7 @@ class PendingSave:
     @property
     def recorded(self) -> frozenset[int]:
         """Ranks of all nodes whose records were seen."""
-        seen = file_names.ranks_with_record(self.records_seen, self.save_id, self.world_size)
-        return frozenset(seen)
+        return frozenset(itertools.chain.from_iterable(self.records_seen.values()))
 
     @property
     def place(self) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from megatron_flashckpt.megatron_lm.side_state import COMMON_STATE
 
 
-def nothing(directory: str) -> bool:
-    """Return that a caller loads nothing itself."""
+def loads_nothing(directory: str) -> bool:
+    """Return False: the caller leaves all formats to this package."""
     return False
 
 
@@ -35,7 +35,7 @@ class LoadPolicy:
     """False: read the side state only."""
     needs: tuple[str, ...] = COMMON_STATE
     """Keys of the common state without which the caller cannot resume."""
-    caller_loads: Callable[[str], bool] = nothing
+    caller_loads: Callable[[str], bool] = loads_nothing
     """Returns whether the caller itself loads from a directory what other programs wrote there;
     otherwise it is an error."""
     uses_checkpoint_args: bool = False

@@ -11,11 +11,14 @@ from megatron_flashckpt.storage.object_store import SCHEMES, ObjectStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
 
+#: Kinds of URLs: buckets, and profiles that name buckets.
+_KINDS = (*SCHEMES, "msc")
+
 
 def is_url(root: str | os.PathLike[str]) -> bool:
     """Return whether `root` names an object store that this package can use."""
     scheme, found, _ = str(root).partition("://")
-    return bool(found) and (scheme in SCHEMES or str(root).startswith(MSC))
+    return bool(found) and scheme in _KINDS
 
 
 def refuse_unusable(root: str | os.PathLike[str]) -> None:
@@ -59,7 +62,7 @@ def open_store(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Sto
     """Return the store at `root`. A directory that is missing is made by the first write.
 
     Args:
-        root: a path, or a URL: of one of `SCHEMES`, or `msc://PROFILE/...`.
+        root: a path, or a URL of one of `_KINDS`.
         direct_io: decides whether files written by `Store.writer` bypass the page cache.
 
     Raises:
@@ -70,6 +73,6 @@ def open_store(root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> Sto
     if is_url(root):
         return ObjectStore(str(root))
     if "://" in str(root):
-        known = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, "msc"))
+        known = ", ".join(f"{scheme}://" for scheme in _KINDS)
         raise ConfigError(f"{root}: is of no known kind; use {known} or a path")
     return PosixStore(root, direct_io)
