@@ -68,9 +68,14 @@ def test_ls_names_host_and_path_of_the_log(
     node: Node, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_RUNTIME_DIR", str(node.runtime_dir))
-    trainer = node.trainer(root, config=node.config(log_in_save_directory=True))
-    assert trainer.save(1).error is None
     shared = log.path_in(str(root), platform.node())
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    assert not shared.exists()
+    trainer.hang_up()
+    # A restarted job may ask for the log; its agent runs already.
+    trainer = node.trainer(root, config=node.config(log_in_save_directory=True))
+    assert trainer.save(2).error is None
     eventually("the shared log", shared.exists)
     assert main(["ls", str(root)]) == 0
     out = capsys.readouterr().out.replace("\n", "")
