@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 _TEMPORARY = Path("/tmp")
 _SOCKETS = Path("/proc/net/unix")
-#: Trainers of a node are at most some dozens.
-_BACKLOG = 128
 
 
 class Place(NamedTuple):
@@ -185,7 +183,7 @@ class AgentSocket:
 
     def listen(self) -> None:
         """Let trainers connect: the kernel reports the calling process to them as their agent."""
-        self.socket.listen(_BACKLOG)
+        self.socket.listen()
 
     def follow(self, key: str) -> None:
         """Move to the place of `key`, a new key of the save directory. Never raises.
@@ -203,7 +201,7 @@ class AgentSocket:
                 self._trouble = str(error)
                 logger.error("new trainers cannot find this agent: %s", error)
             return
-        moved.listen(_BACKLOG)
+        moved.listen()
         try:
             self.place.log.rename(place.log)
         except OSError as error:
