@@ -160,6 +160,25 @@ def test_the_package_is_found_from_every_directory(
         assert printed == f"{installed.package}\n", cwd
 
 
+def test_a_clone_on_the_path_hides_no_folder_of_the_user(tmp_path: Path) -> None:
+    """An editable install puts the clone on `sys.path`, where a package wins over a namespace.
+
+    Megatron imported `tools.retro` until core 0.6, and its `tools` is a namespace.
+    """
+    folders = {module.parent.name for module in REPO.glob("*/*.py")}
+    folders -= {"megatron_flashckpt", "tests"}  # Megatron's `tests` is a package
+    assert {"benchmarks", "scripts", "tools"} <= folders
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "of_the_user.py").touch()
+    imports = "; ".join(f"import {folder}.of_the_user" for folder in sorted(folders))
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(REPO)!r}); {imports}"],
+        cwd=tmp_path,
+        check=True,
+    )
+
+
 def test_commands_start_in_the_parent_of_the_clone(installed: InstalledClone) -> None:
     version = installed.run("flashckpt", "--version", cwd=installed.parent)
     as_module = ("python", "-m", "megatron_flashckpt.cli", "--version")

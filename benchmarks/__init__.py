@@ -1,1 +1,0 @@
-"""Benchmarks of saves, loads and their parts: `python -m benchmarks --help` lists them."""

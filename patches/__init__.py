@@ -1,1 +1,0 @@
-"""Patches that swap Megatron's checkpointing imports; start reading at `patch.py`."""

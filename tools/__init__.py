@@ -1,1 +1,0 @@
-"""Programs for people who change the package: checks of whole machines and releases."""
