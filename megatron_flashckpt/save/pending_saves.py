@@ -77,6 +77,8 @@ class PendingSaves:
         self._unanswered: dict[str, _Unanswered] = {}
         #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
         self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
+        #: Those that the present agent has heard of. It may die before it has ended them.
+        self._called_off = self._lost.copy()
         #: Reports failures to other nodes while there is no agent.
         self._notes = FailureNotes(root, rank)
         self._seek_at = 0.0
@@ -135,6 +137,9 @@ class PendingSaves:
                 *(self._rank, error),
             )
             self._orphaned = dict(self._open)
+            self._called_off += self._lost
+            self._lost, self._called_off = self._called_off, self._lost
+            self._called_off.clear()
             self._loss = str(error)
 
     def poll(self, wait_s: float = 0.0) -> list[Outcome]:
@@ -317,7 +322,7 @@ class PendingSaves:
             except AgentError as error:
                 self.replace_lost_agent(client, error)
                 return
-            self._lost.popleft()
+            self._called_off.append(self._lost.popleft())
 
     def _leave_notes(self) -> None:
         """Tell the other nodes through storage: this rank has no agent, and may get none again.

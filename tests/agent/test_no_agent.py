@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt import failpoints
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.run_object import RunObject, encode_run
@@ -110,6 +111,26 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     error = other.outcome(SOON_S).error or ""
     assert error.startswith(f"rank {lonely.rank}: ")
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
+
+
+@both_ranks
+def test_the_next_agent_hears_of_a_part_whose_loss_the_former_one_did_not_tell(
+    ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lonely, other = ranks
+    save_id = new_save_id()
+    other.stage(1, save_id)
+    killed = tmp_path / "killed"
+    monkeypatch.setenv(failpoints.VARIABLE, f"agent:put.written:1:KILL:{killed}")
+    lonely.link.ensure_slab(4096, 4096)
+    lonely.saves.call_off(1, save_id, "no memory for it")
+    eventually("the death of the agent before the end", killed.exists)
+    finished = eventually(
+        "the end of the save",
+        lambda: lonely.saves.poll(0.1) or other.client.poll().finished,
+        SOON_S,
+    )
+    assert [outcome.error for outcome in finished] == [f"rank {lonely.rank}: no memory for it"]
 
 
 @contextlib.contextmanager

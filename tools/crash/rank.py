@@ -148,7 +148,7 @@ class Rank:
         self.report(ended=True)
 
 
-def _not_sent(self: AgentClient, slot: int) -> None:
+def _not_sent(self: AgentClient, *_: object) -> None:
     raise ValueError("this rank sends no message")
 
 
