@@ -74,7 +74,8 @@ def test_facts_hold_tracker_twin_runs_and_checkpoints() -> None:
     store.create(
         f"iter_0000030/{file_names.end_name(failed)}", encode_failure(Failure(failed="no space"))
     )
-    store.create("iter_0000040/mp_rank_00_000/model_optim_rng.pt", b"x")
+    for directory in ("iter_0000020", "iter_0000040"):
+        store.create(f"{directory}/mp_rank_00_000/model_optim_rng.pt", b"x")
     store.put(file_names.TRACKER, b"20\n")
     put_tracked(store, Tracked(20, saves[1].save_id))
     facts = read_facts(store)
@@ -98,11 +99,13 @@ def test_a_thousand_earlier_runs_cost_no_reads() -> None:
 
 
 def test_runs_from_scratch_that_left_nothing_are_passed_over() -> None:
+    """The run that continues a checkpoint has left nothing either, and decides."""
     store = MemoryStore()
     commit(store, open_run(store, 1), 10)
-    for number in range(2, 30):
+    open_run(store, 2, (Ancestor(run(1), 10),))
+    for number in range(3, 30):
         open_run(store, number)
-    assert run(1) in read_facts(store).runs
+    assert {run(1), run(2)} <= read_facts(store).runs.keys()
 
 
 def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
@@ -115,7 +118,7 @@ def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
     commit(store, first, 10)
     commit(store, second, 20, ancestors)
     store.put(file_names.run_file(2), b"{")
-    store.create(file_names.run_file(3), b"garbage")
+    store.create(file_names.run_file(3), encode_run(RunObject(name=run(7))))
     facts = read_facts(store)
     assert facts.runs == {first: (), second: ancestors}
     assert "000002.json" in caplog.text
