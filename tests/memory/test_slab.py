@@ -24,6 +24,7 @@ from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.mapping import HUGE_NBYTES, map_shared
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, SlotHeader, SlotState
+from tests.memory.test_mapping import smaps
 from tests.support.processes import nothing_left_open
 
 
@@ -36,18 +37,20 @@ def own_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_a_slab_attached_by_descriptor_is_the_same_memory() -> None:
-    made = Slab.create(2, 100, 5000, "7")
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_a_slab_attached_by_descriptor_is_the_same_memory(huge_pages: bool) -> None:
+    content = os.urandom(5 * 2**20)
+    made = Slab.create(2, 100, len(content), "7", huge_pages=huge_pages)
     attached = Slab.attach(os.dup(made.fd))
     assert attached.geometry == made.geometry
-    header = SlotHeader(SlotState.STAGED, 3, "abcd", 10, 5000)
+    header = SlotHeader(SlotState.STAGED, 3, "abcd", 10, len(content))
     made.slots[1].set_header(header)
     with made.slots[1].data() as data:
-        data[:] = b"x" * 5000
+        data[:] = content
     assert attached.slots[1].header == header
     made.close()
     with attached.slots[1].data() as data:
-        assert bytes(data) == b"x" * 5000, "the other holder keeps the slab"
+        assert bytes(data) == content, "the other holder keeps the slab"
     attached.slots[0].set_header(header)
     attached.close()
 
@@ -292,32 +295,15 @@ def kernel_collapses() -> bool:
     return collapsed
 
 
-def of_huge_pages(slab: Slab) -> int:
-    """Return the bytes of the slab that this process has mapped as huge pages."""
-    with open("/proc/self/smaps") as maps:
-        lines = iter(maps)
-        for line in lines:
-            if f"flashckpt-{NAME}" in line:
-                break
-        for line in lines:
-            if line.startswith("ShmemPmdMapped:"):
-                return int(line.split()[1]) * 1024
-    raise AssertionError("the slab is not mapped")
-
-
-NAME = "huge"
-
-
 @pytest.mark.parametrize("huge_pages", [True, False])
 def test_a_slab_consists_of_huge_pages_if_requested(huge_pages: bool) -> None:
     if not kernel_collapses():
         pytest.skip("this kernel does not collapse pages (Linux 6.1)")
-    made = Slab.create(2, 100, 9 * HUGE_NBYTES, NAME, huge_pages=huge_pages)
+    made = Slab.create(2, 100, 9 * HUGE_NBYTES, "huge", huge_pages=huge_pages)
     try:
         made.populate()
-        assert bool(of_huge_pages(made)) == huge_pages
-        if huge_pages:
-            assert of_huge_pages(made) == made.geometry.nbytes // HUGE_NBYTES * HUGE_NBYTES
+        expected = made.geometry.nbytes // HUGE_NBYTES * HUGE_NBYTES if huge_pages else 0
+        assert smaps("huge", "ShmemPmdMapped") == expected
         assert os.fstat(made.fd).st_blocks * 512 >= made.geometry.nbytes, (
             "all other pages are allocated too"
         )
@@ -325,22 +311,6 @@ def test_a_slab_consists_of_huge_pages_if_requested(huge_pages: bool) -> None:
         assert not any(bytes(made.memory[begin:])), "a slab begins with zeros"
     finally:
         made.close()
-
-
-@pytest.mark.parametrize("huge_pages", [True, False])
-def test_all_holders_of_a_slab_see_the_same_bytes(huge_pages: bool) -> None:
-    made = Slab.create(2, 100, 5 * 2**20, "7", huge_pages=huge_pages)
-    attached = Slab.attach(os.dup(made.fd))
-    content = os.urandom(made.memory.nbytes)
-    begin = made.geometry.slot_offset(0)
-    made.memory[begin:] = content[begin:]
-    assert attached.memory[begin:] == content[begin:]
-    assert os.pread(made.fd, len(content), 0)[begin:] == content[begin:]
-    attached.memory[begin : begin + 9] = b"new bytes"
-    assert made.memory[begin : begin + 9] == b"new bytes"
-    assert attached.geometry == made.geometry
-    made.close()
-    attached.close()
 
 
 def test_a_refused_memfd_is_a_storage_error(

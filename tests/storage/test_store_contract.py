@@ -324,23 +324,25 @@ def test_a_put_is_seen_whole_or_not_at_all(backend):
 # ---------------------------------------------------------------------- reads
 
 
-@pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
-@pytest.mark.parametrize("nbytes", [None, 0, 1, 4097, len(DATA), len(DATA) + 1])
-def test_get_returns_the_range_or_less_at_the_end(backend, offset, nbytes):
-    backend.plant("f", DATA)
-    end = None if nbytes is None else offset + nbytes
-    assert backend.store.get("f", offset, nbytes) == DATA[offset:end]
+OFFSETS = (0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1)
+LENGTHS = (0, 1, 4097, len(DATA), len(DATA) + 1)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
-@pytest.mark.parametrize("nbytes", [0, 1, 4097, len(DATA), len(DATA) + 1])
-def test_get_into_at_the_end_leaves_the_rest_of_the_buffer(backend, offset, nbytes):
+def test_get_returns_the_range_or_less_at_the_end(backend):
     backend.plant("f", DATA)
-    buffer = bytearray(b"?" * (nbytes + 2))
-    filled = backend.store.get_into("f", offset, [memoryview(buffer)[1 : 1 + nbytes]])
-    expected = DATA[offset : offset + nbytes]
-    assert filled == len(expected)
-    assert bytes(buffer) == b"?" + expected + b"?" * (nbytes + 1 - filled)
+    for offset, nbytes in itertools.product(OFFSETS, LENGTHS):
+        assert backend.store.get("f", offset, nbytes) == DATA[offset : offset + nbytes]
+        assert backend.store.get("f", offset) == DATA[offset:]
+
+
+def test_get_into_at_the_end_leaves_the_rest_of_the_buffer(backend):
+    backend.plant("f", DATA)
+    for offset, nbytes in itertools.product(OFFSETS, LENGTHS):
+        buffer = bytearray(b"?" * (nbytes + 2))
+        filled = backend.store.get_into("f", offset, [memoryview(buffer)[1 : 1 + nbytes]])
+        expected = DATA[offset : offset + nbytes]
+        assert filled == len(expected)
+        assert bytes(buffer) == b"?" + expected + b"?" * (nbytes + 1 - filled)
 
 
 def test_get_into_fills_parts_end_to_end_and_reports_the_bytes(backend):
@@ -386,11 +388,11 @@ def test_several_threads_may_read_one_object(backend):
     ],
     ids=["get", "get_into"],
 )
-@pytest.mark.parametrize("name", ["absent", "no/such/directory", "d/absent"])
-def test_a_missing_object_is_a_file_not_found_error_with_its_name(backend, operation, name):
+def test_a_missing_object_is_a_file_not_found_error_with_its_name(backend, operation):
     backend.plant("d/f", b"")
-    with pytest.raises(FileNotFoundError, match=name):
-        operation(backend.store, name)
+    for name in ("absent", "no/such/directory", "d/absent"):
+        with pytest.raises(FileNotFoundError, match=name):
+            operation(backend.store, name)
 
 
 def test_stat_tells_size_and_kind(backend):
@@ -421,10 +423,10 @@ def test_list_returns_the_direct_entries_of_a_directory(backend):
     assert backend.store.list("d/e") == [Entry("f", 5, "file")]
 
 
-@pytest.mark.parametrize("directory", ["", "absent", "absent/too"])
-def test_a_directory_that_does_not_exist_is_empty(backend, directory):
-    assert backend.store.list(directory) == []
-    assert backend.store.present(directory, ["x"]) == set()
+def test_a_directory_that_does_not_exist_is_empty(backend):
+    for directory in ("", "absent", "absent/too"):
+        assert backend.store.list(directory) == []
+        assert backend.store.present(directory, ["x"]) == set()
 
 
 def test_present_returns_the_names_that_exist_now(backend):
@@ -542,7 +544,6 @@ def test_an_abandoned_or_finished_writer_takes_no_more_bytes(backend):
 # ---------------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize("name", ESCAPES)
 @pytest.mark.parametrize(
     "operation",
     [
@@ -560,27 +561,29 @@ def test_an_abandoned_or_finished_writer_takes_no_more_bytes(backend):
     ],
     ids="put create writer get get_into stat delete make_durable present-in present list".split(),
 )
-def test_a_name_outside_the_root_is_refused(backend, tmp_path, operation, name):
-    name = f"{tmp_path}/x" if name == ABSOLUTE else name
+def test_a_name_outside_the_root_is_refused(backend, tmp_path, operation):
     backend.plant("a/b", b"stays")
     before = backend.contents()
-    with pytest.raises(StorageError, match="is not a name inside") as caught:
-        operation(backend.store, name)
-    assert backend.store.place in str(caught.value)
+    for escape in ESCAPES:
+        name = f"{tmp_path}/x" if escape == ABSOLUTE else escape
+        with pytest.raises(StorageError, match="is not a name inside") as caught:
+            operation(backend.store, name)
+        assert backend.store.place in str(caught.value)
     assert backend.contents() == before
 
 
-@pytest.mark.parametrize("name", ["..x", "x..", "...", "a b", "ä", "a\\b", "-rf", "a#0", "a\nb"])
-def test_odd_names_are_kept(backend, name):
-    if set(name) & set(backend.refuses):
-        with pytest.raises(StorageError, match="keep no such name"):
+def test_odd_names_are_kept(backend):
+    kept = set()
+    for name in ("..x", "x..", "...", "a b", "ä", "a\\b", "-rf", "a#0", "a\nb"):
+        if set(name) & set(backend.refuses):
+            with pytest.raises(StorageError, match="keep no such name"):
+                backend.store.create(f"d/{name}", DATA)
+        else:
             backend.store.create(f"d/{name}", DATA)
-        assert backend.contents() == {}
-        return
-    backend.store.create(f"d/{name}", DATA)
-    assert names_in(backend.store, "d") == [name]
-    assert backend.contents() == {f"d/{name}": DATA}
-    backend.store.delete([f"d/{name}"])
+            kept.add(name)
+    assert set(names_in(backend.store, "d")) == kept
+    assert backend.contents() == {f"d/{name}": DATA for name in kept}
+    backend.store.delete(f"d/{name}" for name in kept)
     assert backend.contents() == {}
 
 
