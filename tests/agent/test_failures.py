@@ -158,14 +158,6 @@ def test_a_tracker_that_cannot_move_is_reported_and_spares_the_checkpoint(
     assert_intact(root, 2, [trainer])
 
 
-def test_an_invalid_tracker_is_replaced(node: Node, root: Path) -> None:
-    root.mkdir()
-    (root / file_names.TRACKER).write_bytes(b"\xff monkeys")
-    trainer = node.trainer(root)
-    assert save_all([trainer], 1) == [None]
-    assert_intact(root, 1, [trainer])
-
-
 def _free_nbytes(path: Path) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_bsize

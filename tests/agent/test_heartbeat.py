@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ from megatron_flashckpt.file_format.file_names import (
     HISTORY,
     OWN,
     TRACKED,
-    alive_file,
     run_file,
     save_name,
 )
@@ -35,7 +33,7 @@ from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import ALSO_IN_A_BUCKET, Node
 from tests.support.stored import names_in
-from tests.support.trainer import FakeTrainer, eventually, is_alive, remove_tree
+from tests.support.trainer import eventually, is_alive, remove_tree
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
 
@@ -174,32 +172,7 @@ def test_a_second_job_is_refused_and_a_restart_is_not(
     assert not [name for name in names_in(root) if name.startswith(ALIVE)]
 
 
-@ALSO_IN_A_BUCKET
-def test_of_two_jobs_that_start_at_one_moment_one_trains_and_the_other_leaves_nothing(
-    node: Node, other_node: Node, root: Path | str
-) -> None:
-    trainers = [node.trainer(root), other_node.trainer(root)]
-    both = threading.Barrier(2)
-
-    def start(trainer: FakeTrainer) -> RunObject | OtherWriterError:
-        both.wait()
-        try:
-            return trainer.open_run()
-        except OtherWriterError as error:
-            return error
-
-    with ThreadPoolExecutor() as pool:
-        first, second = pool.map(start, trainers)
-    (run,) = (each for each in (first, second) if isinstance(each, RunObject))
-    (refusal,) = (each for each in (first, second) if isinstance(each, OtherWriterError))
-    assert run.name in str(refusal)
-    assert names_in(root) == sorted([alive_file(run.name), run_file(1)])
-    (winner,) = (trainer for trainer in trainers if trainer.run is not None)
-    assert winner.save(1).error is None
-
-
-@ALSO_IN_A_BUCKET
-def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path | str) -> None:
+def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path) -> None:
     first = node.trainer(root)
     run = first.open_run()
     (agent,) = node.agents()

@@ -21,14 +21,12 @@ from tests.support.agents import agent_here
 from tests.support.object_server import (
     DROP,
     EXPIRED,
-    LOSE,
-    SLOW_DOWN,
     Fault,
     Proxy,
     ask_for_bucket,
 )
 from tests.support.stored import assert_intact, names_in
-from tests.support.trainer import PATIENCE_S, eventually, kill_agent, save_all
+from tests.support.trainer import PATIENCE_S, eventually, save_all
 
 
 def test_an_agent_commits_to_a_bucket_and_removes_what_no_rule_keeps(
@@ -46,36 +44,6 @@ def test_an_agent_commits_to_a_bucket_and_removes_what_no_rule_keeps(
     eventually("the removals", lambda: committed_iterations(store) == [3])
     assert verify(open_checkpoint(store, 3)) == []
     assert store.get("latest_checkpointed_iteration.txt") == b"3"
-
-
-def test_the_next_agent_commits_what_a_killed_one_has_left(
-    node: Node, s3_url: str, s3_proxy: Proxy
-) -> None:
-    trainer = node.trainer(s3_url)
-    trainer.open_run()
-    s3_proxy.fault_of = lambda method, path: SLOW_DOWN if method in ("PUT", "POST") else None
-    trainer.stage(1, trainer.new_save_id())
-    kill_agent(trainer.client.agent_pid)
-    s3_proxy.fault_of = lambda method, path: None
-    trainer.reconnect()
-    assert trainer.outcome().error is None
-    assert committed_iterations(ObjectStore(s3_url)) == [1]
-
-
-def test_a_lost_answer_fails_no_save(node: Node, s3_url: str, s3_proxy: Proxy) -> None:
-    """The object is there, so the next attempt finds it, and reads what it says."""
-    trainer = node.trainer(s3_url)
-    trainer.open_run()
-    lost = {".end": LOSE, ".record": LOSE}
-
-    def fault_of(method: str, path: str) -> Fault | None:
-        suffix = path[path.rfind(".") :]
-        return lost.pop(suffix, None) if method == "PUT" else None
-
-    s3_proxy.fault_of = fault_of
-    assert trainer.save(1).error is None
-    assert ".end" not in lost
-    assert committed_iterations(ObjectStore(s3_url)) == [1]
 
 
 # ---------------------------------------------------------------------- the bucket in mid-run

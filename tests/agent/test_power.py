@@ -6,19 +6,15 @@ the critical moments. (A killed process loses no written data: see `tools/crash`
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import commit_core
-from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
-from tests.support.stored import stored
 from tests.support.trainer import new_save_id
 
 SAVE = new_save_id()
@@ -106,27 +102,3 @@ def test_a_checkpoint_is_durable_before_the_tracker_names_it(
     assert checks.before == {}, "all checks have run"
     assert checks.problems == []
     assert disk.keeps(root / file_names.TRACKER)
-
-
-def test_an_end_that_was_created_before_is_durable_before_the_tracker_names_it(
-    node: Node, root: Path, disk: Disk, checks: Checks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An agent was killed, or its create failed, after the name existed and before its fsync."""
-    monkeypatch.setattr(commit_core, "_RETRY_S", (0.02, 0.02))
-    end = root / DIRECTORY / file_names.end_name(SAVE)
-    fsync, failed = os.fsync, []
-
-    def fail_once(fd: int) -> None:
-        if end.exists() and not failed:
-            failed.append(disk.keeps(end))
-            raise OSError(errno.EIO, "fails")
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", fail_once)
-    checks.before[file_names.TRACKER] = lambda: [] if disk.keeps(end) else ["the end"]
-    with agent_here(node, root):
-        assert node.trainer(root).save(5, SAVE).error is None
-    assert failed == [False]
-    assert checks.before == {}
-    assert checks.problems == []
-    assert verify(stored(root, 5)) == []

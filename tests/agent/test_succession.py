@@ -21,12 +21,9 @@ from tests.support.trainer import (
 )
 
 #: Failpoints from the "staged" message to the report of the result; `tools/crash` has all.
-STEPS = [
-    *("agent.enqueued:1", "persist.chunk:1", "persist.record:1", "commit.end:1"),
-    *("commit.tracker:1", "save.marked:1", "commit.tidy:1"),
-]
+STEPS = ["persist.chunk:1", "persist.record:1", "commit.end:1", "save.marked:1"]
 #: Failpoints that are hit after the slots are marked.
-TOLD = STEPS[-2:]
+TOLD = STEPS[-1:]
 LATEST = Retention(latest=1)
 
 

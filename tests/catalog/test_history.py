@@ -16,9 +16,7 @@ from megatron_flashckpt.file_format.file_names import HISTORY, event_name, save_
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost, combine
 from megatron_flashckpt.storage.memory_store import MemoryStore
-from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.support.object_server import BUCKET, reachable_s3_server
 
 RUN = "000002-abcd"
 
@@ -100,18 +98,6 @@ def test_a_save_is_found_by_its_name_alone() -> None:
     assert history.find(store, past(5).save_id) == past(5)
     assert history.find(store, save_name(RUN, 99)) is None
     assert store.gets == 1
-
-
-def test_a_bucket_has_a_history_that_a_start_shortens(tmp_path: Path) -> None:
-    with reachable_s3_server(tmp_path / "server"):
-        store = open_store(f"s3://{BUCKET}/job")
-        assert history.events(store) == []
-        start = PastStart(run=RUN, started_at=0.5)
-        for event in (start, *map(past, range(1, 6))):
-            history.append(store, event)
-        assert history.events(store) == [start, *map(past, range(1, 6))]
-        history.shorten(store, 2)
-        assert history.events(store) == [start, past(4), past(5)]
 
 
 @pytest.mark.parametrize("what", ["file", "link to nothing", "pipe"])

@@ -103,13 +103,6 @@ def test_any_range_of_any_box_is_read_bit_for_bit(made: MadeSave, data: st.DataO
     assert equal(read(made.stored(), [part]), expected([part]))
 
 
-def test_reading_changes_nothing(made: MadeSave) -> None:
-    before = snapshot(made.root)
-    read_all(made)
-    assert verify(made.stored()) == []
-    assert snapshot(made.root) == before
-
-
 def test_a_missing_tensor_is_refused_before_any_read(made: MadeSave) -> None:
     absent = Piece("layers.other", "weight", "BF16", (3,), (0,), (3,), 0, 3)
     with pytest.raises(MissingStateError, match=r"weight/layers\.other: not in the checkpoint"):
