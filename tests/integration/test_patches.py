@@ -1,7 +1,7 @@
 """Patches change imports only, and a patch for another release is refused with the right one named.
 
 Edited imports are swapped in place, or refused with their line numbers. The tests use real trees:
-the installed wheel, and all tags if `MEGATRON_LM` names a clone of Megatron-LM.
+the wheel of core 0.17.1, and all tags if `MEGATRON_LM` names a clone of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import megatron.core
@@ -20,14 +21,16 @@ from tests.support.megatron_jobs import REPO
 
 SCRIPT = REPO / "scripts/patches"
 
-#: Files that the patch for the installed release changes.
+#: Files that the patch for core 0.17.1 changes.
 PATCHED = ("megatron/training/training.py", "megatron/training/initialize.py")
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Copy the files of the installed release that the patch changes, and the version file."""
+    """Copy the files of core 0.17.1 that the patch changes, and the version file."""
     installed = Path(megatron.core.__file__).parents[2]
+    if not megatron.core.__version__.startswith("0.17.1"):
+        (installed,) = Path(sys.prefix).glob("second/lib/python3*/site-packages")
     for path in (*PATCHED, "megatron/core/package_info.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed / path, tmp_path / path)
@@ -93,7 +96,7 @@ def test_a_directory_without_megatron_is_refused(tmp_path: Path) -> None:
     assert f"{tmp_path}: has no megatron/training.py or " in done.stderr
 
 
-#: The import lines of training.py as they stand in the installed release.
+#: The import lines of training.py as they stand in core 0.17.1.
 LOAD = "from megatron.training.checkpointing import load_checkpoint\n"
 SAVE = "from megatron.training.checkpointing import save_checkpoint, save_grads\n"
 FINALIZE = "from .async_utils import maybe_finalize_async_save\n"

@@ -29,7 +29,6 @@ from tests.support.forked.nursery import COMMON, CPU_MEGATRON, REPO
 from tests.support.trainer import copy_tree, eventually
 
 JOB = REPO / "tests/support/jobs/traced_gpt.py"
-PATCH = REPO / "patches/core_v0.17.1.patch"
 
 TINY = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -223,8 +222,10 @@ def patched_megatron(tmp_path: Path) -> Path:
     if not overlay.exists():
         installed = Path(megatron.core.__file__).parents[1] / "training"
         shutil.copytree(installed, overlay / "megatron/training")
+        minor = megatron.core.__version__.rpartition(".")[0]
+        (patch,) = REPO.glob(f"patches/core_v{minor}.*.patch")
         subprocess.run(
-            ["git", "apply", "--unsafe-paths", f"--directory={overlay}", str(PATCH)],
+            ["git", "apply", "--unsafe-paths", f"--directory={overlay}", str(patch)],
             check=True,
             cwd=tmp_path,
         )

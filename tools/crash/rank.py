@@ -60,7 +60,9 @@ class Rank:
         logging.getLogger().setLevel(logging.INFO)
         self.args = get_args()
         self.args.save_retain_interval = plan.retain_interval
-        self.job = setup_model_and_optimizer(tiny.model_provider, tiny.ModelType.encoder_or_decoder)
+        self.job = setup_model_and_optimizer(
+            model_provider_func=tiny.model_provider, model_type=tiny.ModelType.encoder_or_decoder
+        )
         self.args.load = plan.save
 
     def report(self, **event: Any) -> None:

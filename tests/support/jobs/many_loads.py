@@ -132,7 +132,7 @@ def main() -> None:
     args = get_args()
     load, args.load = args.load, None
     model, optimizer, scheduler = setup_model_and_optimizer(
-        tiny.model_provider, tiny.ModelType.encoder_or_decoder
+        model_provider_func=tiny.model_provider, model_type=tiny.ModelType.encoder_or_decoder
     )
     args.load = load
     original = copy.copy(vars(args))

@@ -75,7 +75,7 @@ class Job:
         self.name = name
         initialize._set_random_seed(seed)
         self.model, self.optimizer, self.scheduler = setup_model_and_optimizer(
-            tiny.model_provider, tiny.ModelType.encoder_or_decoder
+            model_provider_func=tiny.model_provider, model_type=tiny.ModelType.encoder_or_decoder
         )
         self.config = get_model_config(self.model[0])
         self.config.grad_scale_func = self.optimizer.scale_loss

@@ -345,7 +345,9 @@ def main() -> None:
     args = get_args()
     save, args.save = args.save, None
     model_type = tiny.ModelType.encoder_or_decoder
-    job = training.setup_model_and_optimizer(tiny.model_provider, model_type)[:2]
+    job = training.setup_model_and_optimizer(
+        model_provider_func=tiny.model_provider, model_type=model_type
+    )[:2]
     args.save = save
     for name, change in CASES.items():
         with change(job):
