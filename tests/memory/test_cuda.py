@@ -191,5 +191,8 @@ def test_without_a_usable_library_there_is_no_runtime(tmp_path: Path, suffix: st
     assert cuda._find_library(maps, refuse) is None
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch for CUDA loads the runtime without a GPU, too"
+)
 def test_a_process_without_cuda_has_no_runtime() -> None:
     assert cuda.runtime_library() is None
