@@ -29,7 +29,7 @@ from megatron_flashckpt.storage.posix_files import (
     write_new,
 )
 from megatron_flashckpt.storage.posix_writer import PosixWriter
-from megatron_flashckpt.storage.scatter_read import KeptFiles, OpenFile, Seen, read_parts
+from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen, read_parts
 from megatron_flashckpt.storage.store import Entry, Kind, Pace, check_name, parent_of
 
 _T = TypeVar("_T")
@@ -72,8 +72,11 @@ class PosixStore:
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(name)
         with storage_errors(path, "read"):
-            file = OpenFile(_open_to_read(path))
-            return read_at(file.fd, offset, nbytes)
+            fd = _open_to_read(path)
+            try:
+                return read_at(fd, offset, nbytes)
+            finally:
+                os.close(fd)
 
     def get_into(
         self,
