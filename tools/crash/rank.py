@@ -155,8 +155,9 @@ def _not_sent(self: AgentClient, *_: object) -> None:
 
 
 def main(plan: RunPlan, report: Path, linger: bool) -> None:
-    """Run `plan`; then end as Megatron does, or with `linger` wait for SIGKILL."""
+    """Run `plan`; then end as Megatron does, or `linger`: poll until SIGKILL, as training does."""
     Rank(plan, report).run()
     while linger:
-        time.sleep(60)
+        session.checkpointer(plan.save).poll()
+        time.sleep(0.5)
     atexit._run_exitfuncs()
