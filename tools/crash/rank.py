@@ -155,9 +155,8 @@ def _not_sent(self: AgentClient, *_: object) -> None:
 
 
 def main(plan: RunPlan, report: Path, linger: bool) -> None:
-    """Run `plan`; then end as Megatron does, or `linger`: poll until SIGKILL, as training does."""
+    """Run `plan`; then end as Megatron does, or with `linger` wait for SIGKILL."""
     Rank(plan, report).run()
     while linger:
-        session.checkpointer(plan.save).poll()
-        time.sleep(0.5)
+        time.sleep(60)
     atexit._run_exitfuncs()

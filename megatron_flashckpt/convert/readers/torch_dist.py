@@ -40,6 +40,7 @@ from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.hyper_parameters import merge
 
 COMMON = "common.pt"
+_COMMON_STATE = "common_state"
 CONFIG = "metadata.json"
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
@@ -62,7 +63,7 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
     """
     _refuse_another_backend(directory)
     reader = Reader(directory)
-    common = _common(directory)
+    common = _common(directory, reader)
     if iteration == 0:  # a release may have the last iteration of its training
         common["iteration"] = 0
     tensors, doubles = _tensors(reader, with_optimizer=not options.weights_only)
@@ -120,12 +121,21 @@ def _refuse_low_halves_in_fp32(directory: Path, tensors: list[GlobalTensor]) -> 
             refuse_low_halves(f"{directory}: {master.name}")
 
 
-def _common(directory: Path) -> dict[str, Any]:
+def _common(directory: Path, reader: Reader) -> dict[str, Any]:
+    """Return the state that is equal on all ranks: a file, and since core 0.19 one of the objects.
+
+    As in Megatron, the file counts if there are both.
+    """
     place = directory / COMMON
     try:
         common = safe_pickle.load(place, str(place))
     except FileNotFoundError:
-        raise CorruptCheckpointError(f"{place}: is missing; convert another iteration") from None
+        objects = [reader.object(name) for name, key, _ in _shards(reader) if key == _COMMON_STATE]
+        if not objects or not isinstance(objects[0], list) or len(objects[0]) != 1:
+            raise CorruptCheckpointError(
+                f"{place}: is missing; convert another iteration"
+            ) from None
+        common = objects[0][0]
     if not isinstance(common, dict) or "args" not in common:
         raise CorruptCheckpointError(
             f"{place}: holds no training arguments, so it is not a checkpoint of Megatron-LM"
