@@ -101,6 +101,8 @@ class PendingSaves:
     def begin(self, save_id: str, iteration: int) -> None:
         """Note a save that has a slot, and will therefore have an outcome."""
         self._open[save_id] = iteration
+        # The agent has had time to end the earlier ones, whose directories may go by and by.
+        self._called_off.clear()
 
     def handed_over(self, save_id: str) -> None:
         """Note that an agent owes the outcome of a save. Called by the copy thread."""

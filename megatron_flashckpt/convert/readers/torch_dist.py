@@ -135,7 +135,7 @@ def _common(directory: Path, reader: Reader) -> dict[str, Any]:
             raise CorruptCheckpointError(
                 f"{place}: is missing; convert another iteration"
             ) from None
-        common = objects[0][0]
+        common, place = objects[0][0], directory
     if not isinstance(common, dict) or "args" not in common:
         raise CorruptCheckpointError(
             f"{place}: holds no training arguments, so it is not a checkpoint of Megatron-LM"
