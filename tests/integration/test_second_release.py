@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.forked.nursery import REPO
 from tools.environment import SECOND
 
@@ -26,16 +24,15 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_main_job_passes_on_the_second_release(file: str, tmp_path: Path) -> None:
-    which = [str(PYTHON), "-c", "import megatron.core as core; print(core.__version__)"]
-    version = subprocess.run(which, cwd=REPO, capture_output=True, text=True, check=True)
-    # In a git repository the release adds the commit.
-    assert version.stdout.strip().partition("+")[0] == SECOND
+def test_the_main_job_passes_on_the_second_release(tmp_path: Path) -> None:
+    which = "from importlib.metadata import version; print(version('megatron-core'))"
+    version = subprocess.run([str(PYTHON), "-c", which], capture_output=True, text=True, check=True)
+    assert version.stdout.strip() == SECOND
     pytest_on_second = [
         *(str(PYTHON), "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"),
-        *(f"--basetemp={tmp_path / 'second'}", "-m", "not second_tier", f"tests/{file}"),
+        *(f"--basetemp={tmp_path / 'second'}", "-m", "not second_tier"),
         *("-k", "not console"),  # the commands are those of `.venv`
+        *(f"tests/{file}" for file in FILES),
     ]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     done = subprocess.run(pytest_on_second, cwd=REPO, env=kept, capture_output=True, text=True)
