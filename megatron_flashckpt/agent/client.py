@@ -236,10 +236,6 @@ class AgentClient:
         """Send the "staged" message: the slot is complete; `cost` and `spans` are its timings."""
         self._ask(p.Staged(slot, cost, spans), p.Done)
 
-    def abandon(self, iteration: int, save_id: str, reason: str) -> None:
-        """Make a save fail on all ranks, because this rank could not stage its part."""
-        self._ask(p.Abandon(iteration, save_id, reason), p.Done)
-
     def fetch_template(self, fingerprint: str) -> bytes | None:
         """Return a template that another rank published; None: this rank must compute it."""
         request = p.GetTemplate(fingerprint, _TEMPLATE_SLICE_S)

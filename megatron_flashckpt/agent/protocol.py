@@ -152,14 +152,6 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     """The trainer's phases of the save."""
 
 
-class Abandon(msgspec.Struct, frozen=True, tag=True):
-    """This rank has no part in a save, which fails now instead of by timeout. Reply: Done."""
-
-    iteration: int
-    save_id: str
-    reason: str
-
-
 class GetTemplate(msgspec.Struct, frozen=True, tag=True):
     """Requests a template; waits up to `wait_s` for the rank that computes it.
 
@@ -297,7 +289,6 @@ Request = (
     | OpenRun
     | Acquire
     | Staged
-    | Abandon
     | GetTemplate
     | PutTemplate
     | Poll

@@ -94,9 +94,6 @@ class RequestHandler:
                     return (p.Done(),)
                 case p.Acquire():
                     return (self._acquire(number, request.wait_s, process),)
-                case p.Abandon():
-                    self._saves.abandon(number, request)
-                    return (p.Done(),)
                 case p.GetTemplate():
                     wanted = (number, request.fingerprint, request.wait_s)
                     return (p.TemplateReply(*self._templates.get(*wanted)),)

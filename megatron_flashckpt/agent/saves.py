@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.digester import Digester
 from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.proposals import is_recorded, propose_failure
+from megatron_flashckpt.agent.proposals import is_recorded
 from megatron_flashckpt.agent.rank_slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.shard_writer import (
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 #: Pauses before a shard is written again from its first byte, after transient errors.
 _WRITE_RETRIES_S = (0.5, 2.0, 8.0)
-#: Longest wait of a leaving agent for proposals and removals of failed saves.
+#: Longest wait of a leaving agent for removals of failed saves.
 _END_S = 10.0
 
 _T = TypeVar("_T")
@@ -68,8 +68,8 @@ class Saves:
             return concurrent.futures.ThreadPoolExecutor(threads, name, lower_priority, (nice,))
 
         self._pool = pool(options.persist_threads, "persist")
-        # Proposals take a second and must not wait for shards, which take minutes.
-        self._proposal_pool = pool(1, "propose")
+        # Loads wait for digests, which must not wait for shards: those take minutes.
+        self._digest_pool = pool(1, "stored-digests")
 
     def configure(self, number: int, settings: AgentSettings) -> tuple[str, ...]:
         """Apply the settings of a rank's run; return the changed ones. The caller holds the lock.
@@ -81,7 +81,7 @@ class Saves:
             logger.info("rank %d: settings changed: %s", number, ", ".join(changed))
             self._node.changed.notify_all()
         if self._pools_of != (self._node.options.persist_threads, self._node.options.writer_nice):
-            former = (self._pool, self._proposal_pool)
+            former = (self._pool, self._digest_pool)
             self._make_pools()
             self.digester.configure()
             for pool in former:
@@ -92,8 +92,8 @@ class Saves:
         """End the threads, except those that storage blocks."""
         self.digester.close()
         if not self._committer.pending and not self._node.is_stuck():
-            for pool in (self._pool, self._proposal_pool):
-                # Only proposals and removals are left, and storage may block them for ever.
+            for pool in (self._pool, self._digest_pool):
+                # Only removals and digests are left, and storage may block them for ever.
                 ending = threading.Thread(target=pool.shutdown, daemon=True)
                 ending.start()
                 ending.join(_END_S)
@@ -179,7 +179,7 @@ class Saves:
         for slot, info in slots.undigested():
             if slot.header.state == SlotState.DURABLE:
                 info.awaits_digests = True
-                self._proposal_pool.submit(self._look_up_digests, number, slots, slot.header, info)
+                self._digest_pool.submit(self._look_up_digests, number, slots, slot.header, info)
 
     def _look_up_digests(
         self, number: int, slots: RankSlots, header: SlotHeader, info: SlotInfo
@@ -195,28 +195,6 @@ class Saves:
                 if digests is not None and info in slots.infos:  # the slot has no later save
                     info.digests = digests
                 self._node.changed.notify_all()
-
-    def abandon(self, number: int, request: p.Abandon) -> None:
-        """Fail a save of which a rank could not stage its part. The caller holds the lock."""
-        # No further attempt can succeed either.
-        failure = Failure(failed=f"rank {number}: {request.reason}", is_final=True)
-        save = self._committer.pending.get(request.save_id)
-        if save is not None:
-            save.failed.add(number)
-            self._committer.note(save, core.GivenUp(failure))
-        else:
-            # No rank of this node has staged the save yet; ranks that will find its end.
-            self._proposal_pool.submit(self._propose, request, failure)
-
-    def _propose(self, request: p.Abandon, failure: Failure) -> None:
-        try:
-            propose_failure(self._node.store, request.iteration, request.save_id, failure)
-        except (FlashCkptError, OSError) as error:
-            logger.error(
-                "iteration %d: its failure cannot be reported to other nodes, which wait for their "
-                "timeout: %s",
-                *(request.iteration, error),
-            )
 
     def _keep_local(
         self,

@@ -26,13 +26,13 @@ from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.end import FAILED_NBYTES, End, decode_failure, kind_of
 from megatron_flashckpt.file_format.file_names import end_name, iteration_dir
 from megatron_flashckpt.save.agent_watch import AgentWatch
-from megatron_flashckpt.save.failure_notes import FailureNotes
+from megatron_flashckpt.save.failed_ends import FailedEnds
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
 
-#: Upper bound of the failures that are kept for the other nodes while there is no agent.
+#: Upper bound of the failures that are kept for the other nodes while an agent is sought.
 _CALLS_OFF = 16
 #: Seconds between two attempts of rank 0 to reach an agent that runs and does not serve it.
 _SEEK_S = 30.0
@@ -65,8 +65,9 @@ class PendingSaves:
         self._watch = AgentWatch()
         #: Iterations of pending saves, by save id.
         self._open: dict[str, int] = {}
-        #: Saves to memory only, of which no other node waits for this rank's part.
-        self._memory_only: set[str] = set()
+        #: Saves that this rank does not call off: no other node waits for its part, or an agent
+        #: that serves a later process of this rank has it.
+        self._not_called_off: set[str] = set()
         #: Saves that were handed to an agent.
         self._handed_over: set[str] = set()
         self._unreported: list[Outcome] = []
@@ -75,12 +76,9 @@ class PendingSaves:
         self._loss = ""
         #: Saves that storage could not be asked about, and errors if they were not committed.
         self._unanswered: dict[str, _Unanswered] = {}
-        #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
+        #: Saves to call off, unless an agent has adopted this rank's part: iteration, id, reason.
         self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
-        #: Those that the present agent has heard of. It may die before it has ended them.
-        self._called_off = self._lost.copy()
-        #: Reports failures to other nodes while there is no agent.
-        self._notes = FailureNotes(root, rank)
+        self._ends = FailedEnds(root, rank)
         self._seek_at = 0.0
         self._failed_copies: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
         self._agent_failures: queue.SimpleQueue[tuple[AgentClient, AgentError]] = (
@@ -93,16 +91,14 @@ class PendingSaves:
 
     def expect(self, save_id: str, *, memory_only: bool) -> None:
         """Note the kind of a save that begins, before the save can fail."""
-        self._memory_only &= self._open.keys()
+        self._not_called_off &= self._open.keys()
         self._handed_over &= self._open.keys()
         if memory_only:
-            self._memory_only.add(save_id)
+            self._not_called_off.add(save_id)
 
     def begin(self, save_id: str, iteration: int) -> None:
         """Note a save that has a slot, and will therefore have an outcome."""
         self._open[save_id] = iteration
-        # The agent has had time to end the earlier ones, whose directories may go by and by.
-        self._called_off.clear()
 
     def handed_over(self, save_id: str) -> None:
         """Note that an agent owes the outcome of a save. Called by the copy thread."""
@@ -113,13 +109,14 @@ class PendingSaves:
         self._open.pop(save_id, None)
         failed = (self._rank,)
         self._unreported.append(Outcome(iteration, save_id, reason, 0.0, failed_ranks=failed))
-        if save_id not in self._memory_only:
+        if save_id not in self._not_called_off:
             self._lost.append((iteration, save_id, reason))
 
     def call_off(self, iteration: int, save_id: str, reason: str) -> None:
-        """Have the agents fail a save of the other ranks; this rank raises its own error."""
+        """Fail a save of the other ranks, because this rank raises an error, which may end it."""
         self._lost.append((iteration, save_id, reason))
         self.process_failures()
+        self._ends.wait()
 
     def copies_failed(self, save_id: str, failure: FlashCkptError) -> None:
         """Note that a save failed. Called by the copy thread."""
@@ -139,9 +136,6 @@ class PendingSaves:
                 *(self._rank, error),
             )
             self._orphaned = dict(self._open)
-            self._called_off += self._lost
-            self._lost, self._called_off = self._called_off, self._lost
-            self._called_off.clear()
             self._loss = str(error)
 
     def poll(self, wait_s: float = 0.0) -> list[Outcome]:
@@ -157,7 +151,8 @@ class PendingSaves:
         try:
             reply = self._ask_agent(0.0 if self._unreported else wait_s, len(handed_over))
         except AgentRefusedError as error:
-            # The agent serves another process of this rank from now on.
+            # The agent serves another process of this rank from now on, and goes on with its parts.
+            self._not_called_off |= self._open.keys()
             for save_id in list(self._open):
                 self._conclude(save_id, str(error))
         except AgentError as error:
@@ -306,48 +301,34 @@ class PendingSaves:
         self._unreported.append(outcome)
 
     def _call_off(self, adopted: tuple[str, ...]) -> None:
-        """Have the agent tell the other nodes which saves lack this rank's part."""
-        client = self._link.current
-        if client is None:
-            self._leave_notes()
+        """Create the ends of saves that lack this rank's part."""
+        has_agent = self._link.current is not None
+        if self._lost and not has_agent and self._rank == 0 and self._seeks_agent():
             return
-        while self._lost:
-            try:
-                if self._lost[0][1] not in adopted:
-                    client.abandon(*self._lost[0])
-            except AgentRefusedError as error:
-                logger.warning(
-                    "rank %d: other nodes do not learn of this rank's failed save: %s",
-                    self._rank,
-                    error,
-                )
-            except AgentError as error:
-                self.replace_lost_agent(client, error)
-                return
-            self._called_off.append(self._lost.popleft())
-
-    def _leave_notes(self) -> None:
-        """Tell the other nodes through storage: this rank has no agent, and may get none again.
-
-        Rank 0 leaves none while an agent of this node runs, which may still commit the save, but
-        tries to reach that one.
-        """
-        agent = self._link.agent
-        if not self._lost or (self._rank == 0 and time.monotonic() < self._seek_at):
-            return
-        if self._rank == 0:
-            self._seek_at = time.monotonic() + _SEEK_S
-            if agent.has_living_agent():
-                self._link.seek_agent()
-                return
         while self._lost:
             iteration, save_id, reason = self._lost.popleft()
-            self._link.withdraw(save_id)
-            self._notes.add(iteration, save_id, reason)
+            if has_agent and save_id in adopted:
+                continue
+            if not has_agent:
+                self._link.withdraw(save_id)
+            self._ends.create(iteration, save_id, reason)
+
+    def _seeks_agent(self) -> bool:
+        """Return whether rank 0 tries to reach an agent of this node that still runs.
+
+        That agent may still commit the saves.
+        """
+        if time.monotonic() < self._seek_at:
+            return True
+        self._seek_at = time.monotonic() + _SEEK_S
+        if not self._link.agent.has_living_agent():
+            return False
+        self._link.seek_agent()
+        return True
 
     def close(self) -> None:
-        """Return when failures have been reported to the other nodes, or after a bounded wait."""
-        self._notes.close()
+        """Return when the other nodes can know of all failures, or after a bounded wait."""
+        self._ends.wait()
 
     def _stored_outcome(self, iteration: int, save_id: str) -> Outcome | None:
         """Return the outcome that storage tells; None if it knows of none.

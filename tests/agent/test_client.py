@@ -31,7 +31,6 @@ REQUESTS: list[Callable[[AgentClient], object]] = [
     lambda client: client.poll(5.0),
     lambda client: client.acquire(1, new_save_id(), 0.0),
     lambda client: client.staged(0),
-    lambda client: client.abandon(1, new_save_id(), "a reason"),
     lambda client: client.take(),
     lambda client: client.open_run(run_after(None)),
     lambda client: client.fetch_template("x"),

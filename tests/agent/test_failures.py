@@ -103,17 +103,20 @@ def test_a_rank_that_cannot_stage_cancels_the_save_on_all_ranks(
 ) -> None:
     here = [node.trainer(root, rank, 3) for rank in (0, 1)]
     there = other_node.trainer(root, 2, 3)
-    save_id = new_save_id()
     waiting = [here[0], there]
+    run = here[0].open_run()
+    for trainer in (here[1], there):
+        trainer.join(run)
+    save_id = here[0].new_save_id()
     if first == "the rank that cannot":
-        here[1].client.abandon(1, save_id, "no memory for it")
+        here[1].call_off(1, save_id, "no memory for it")
     for trainer in waiting:
         trainer.stage(1, save_id)
     if first == "the rank that waits":
         for trainer in waiting:
             eventually("the part of the rank is in storage", lambda t=trainer: _is_persisted(t))
         assert there.client.poll().pending == 1
-        here[1].client.abandon(1, save_id, "no memory for it")
+        here[1].call_off(1, save_id, "no memory for it")
     for trainer in waiting:
         outcome = trainer.outcome()
         assert (outcome.iteration, outcome.save_id) == (1, save_id)
@@ -122,20 +125,6 @@ def test_a_rank_that_cannot_stage_cancels_the_save_on_all_ranks(
     eventually("the removal of the failed attempt", lambda: files_of_ours(root) == [])
     assert save_all([*here, there], 2) == [None] * 3
     assert_intact(root, 2, [*here, there])
-
-
-def test_the_end_of_a_failed_save_does_not_wait_for_a_shard(node: Node, root: Path) -> None:
-    config = node.config(persist_threads=1)
-    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
-    slow, failed = new_save_id(), new_save_id()
-    with blocked_shard(root, 4, 0, slow) as unblock:
-        for trainer in trainers:
-            trainer.stage(4, slow)
-        trainers[1].client.abandon(6, failed, "no memory for it")
-        end = root / file_names.iteration_dir(6) / file_names.end_name(failed)
-        eventually(f"{end}", end.exists)
-        unblock()
-        assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
 def _is_persisted(trainer: FakeTrainer) -> bool:

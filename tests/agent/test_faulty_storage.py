@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent import saves
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import Slot
@@ -117,15 +116,3 @@ def test_a_save_without_a_slot_fails_once_the_saves_in_all_slots_failed(
                 return trainer.begin(4, new_save_id())
 
         eventually("a free slot", free_slot)
-
-
-def test_an_agent_ends_even_if_the_end_of_a_failed_save_hangs(
-    node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saves, "_END_S", 0.2)
-    with agent_here(node, root):  # this context asserts the end of the agent
-        trainer = node.trainer(root)
-        assert trainer.save(1).error is None
-        faults.hang("fsync")
-        trainer.client.abandon(2, new_save_id(), "no memory")
-        trainer.hang_up()

@@ -53,7 +53,6 @@ _words = st.text(max_size=40)
 _messages = st.one_of(
     st.builds(p.Hello, st.integers(0, 2**31), st.integers(0, 2**31)),
     st.builds(p.Acquire, st.integers(-(2**62), 2**62), _words, st.floats(0, 1e9)),
-    st.builds(p.Abandon, st.integers(-(2**62), 2**62), _words, _words),
     st.builds(p.PutTemplate, _words, st.binary(max_size=3000)),
     st.builds(p.Staged, st.integers(0, 2**31)),
     st.sampled_from([p.Poll(), p.Leave(), p.TakeSlab(), p.AttachSlab()]),

@@ -47,6 +47,7 @@ from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.save.failed_ends import FailedEnds
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.tracing import Span
@@ -287,6 +288,12 @@ class FakeTrainer:
         slot.set_state(state)
         self.client.staged(slot.index, cost, spans)
         return data
+
+    def call_off(self, iteration: int, save_id: str, reason: str) -> None:
+        """Fail a save in which this rank has no part, as a training process does."""
+        ends = FailedEnds(str(self.root), self.rank)
+        ends.create(iteration, save_id, reason)
+        ends.wait()
 
     def outcome(self, within_s: float = PATIENCE_S) -> Outcome:
         """Return the next result of a save."""

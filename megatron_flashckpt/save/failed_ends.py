@@ -1,0 +1,57 @@
+"""Ends of saves that lack this rank's part, which the rank creates for the agents of all nodes.
+
+Those agents otherwise wait for the part until `commit_timeout_s`. The rank needs no agent for it:
+an agent that it tells may be killed before it has created the end.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from megatron_flashckpt.agent.worker import Worker
+from megatron_flashckpt.catalog.directory import check_run_is_known
+from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError
+from megatron_flashckpt.file_format.end import Failure, encode_failure
+from megatron_flashckpt.file_format.file_names import end_name, iteration_dir
+from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.retrying_store import RetryingStore
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that an ending rank waits until storage has taken the ends.
+_WAIT_S = 10.0
+
+
+class FailedEnds:
+    """Creates ends in a separate thread, because storage may hang and training must not wait."""
+
+    def __init__(self, root: str, rank: int) -> None:
+        self._root = root
+        self._rank = rank
+        self._worker = Worker("flashckpt-failed-ends", f"rank {rank}: no end of a failed save")
+
+    def create(self, iteration: int, save_id: str, reason: str) -> None:
+        """Create the end of a save that lacks this rank's part, for whatever `reason`, soon."""
+        self._worker.add(lambda: self._create(iteration, save_id, reason))
+
+    def wait(self) -> None:
+        """Wait until storage has taken all ends, at most `_WAIT_S` seconds."""
+        self._worker.close(_WAIT_S)
+
+    def _create(self, iteration: int, save_id: str, reason: str) -> None:
+        directory = open_store(self._root)
+        store = RetryingStore(directory)
+        # Final: another attempt would lack this rank's part, too.
+        failure = Failure(failed=f"rank {self._rank}: {reason}", is_final=True)
+        name = f"{iteration_dir(iteration)}/{end_name(save_id)}"
+        try:
+            store.with_retries(lambda: check_run_is_known(directory, save_id))
+            store.create(name, encode_failure(failure))
+        except AlreadyExistsError:  # the save has ended without this rank
+            pass
+        except (FlashCkptError, OSError) as error:
+            logger.error(
+                "rank %d: other nodes do not learn that iteration %d failed, and wait for their "
+                "timeout: %s",
+                *(self._rank, iteration, error),
+            )
