@@ -1,8 +1,9 @@
 """Names of all files of a save directory, and their parsers.
 
-A save's name is `000008-3fa9.00003.1`: the run (its number and four random hexadecimal digits), the
-number of the save in the run, and the attempt to write it. The numbers are padded, so that names
-sort. A save has one name for its end (`end_name`), which is created once.
+A save's name is `000008-3fa9.12001.1`: the run (its number and four random hexadecimal digits), the
+number of the save, which grows within the run (here the first save of iteration 12), and the
+attempt to write it. The numbers are padded, so that names in a directory sort. A save has one name
+for its end (`end_name`), which is created once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -15,6 +14,8 @@ from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, deco
 #: Longest wait of a rank until the first one has opened the run, in addition to what that one may
 #: wait for another run to end.
 _OPENED_S = 300.0
+#: Numbers of saves between two iterations.
+_OF_AN_ITERATION = 1000
 #: First byte of an error in place of a run.
 _REFUSED = "!"
 
@@ -25,7 +26,7 @@ class Run:
     def __init__(self) -> None:
         self.object: RunObject | None = None
         """Equal on all ranks; None until the run is opened."""
-        self._saves = itertools.count(1)
+        self._last = 0
 
     @property
     def name(self) -> str | None:
@@ -38,15 +39,19 @@ class Run:
 
     def begin(self, opened: RunObject) -> None:
         """Count the saves anew, for the run that was just opened."""
-        self.object, self._saves = opened, itertools.count(1)
+        self.object, self._last = opened, 0
 
-    def new_save_id(self) -> str:
+    def new_save_id(self, iteration: int) -> str:
         """Return the name of the next save: equal on all ranks, and never used before.
+
+        Numbers grow, and begin again from the iteration in each one. So a rank that has missed a
+        save, or counts one more, names the saves of later iterations as the others do.
 
         The run is open.
         """
         assert self.object is not None
-        return save_name(self.object.name, next(self._saves))
+        self._last = max(self._last, iteration * _OF_AN_ITERATION) + 1
+        return save_name(self.object.name, self._last)
 
 
 def opened_once(root: str, open_run: Callable[[], RunObject], wait_s: float) -> RunObject:
