@@ -74,7 +74,7 @@ with Checkpointer(sys.argv[1], [model], optimizer, scheduler) as checkpointer:
     for iteration in range(resumed.iteration + 1 if resumed else 1, LAST + 1):
         loss = train(iteration)
         tokens += SAMPLES * TOKENS
-        if iteration % INTERVAL == 0:
+        if checkpointer.save_requested(iteration) or iteration % INTERVAL == 0:
             checkpointer.save(iteration, {"tokens": tokens})
         checkpointer.poll()
         if rank == 0:

@@ -228,6 +228,13 @@ class Checkpointer:
             self._is_dry_run_due = not self._open.startup.dry_run(self._job({}))
         return self._settle(blocking=False)
 
+    def save_requested(self, iteration: int) -> bool:
+        """Note that `iteration` is trained; return whether `flashckpt save-now` wants it saved.
+
+        Call it after every step, on all ranks; then the same ranks save. It costs microseconds.
+        """
+        return self._saves.link.save_requested(iteration)
+
     def wait_until_staged(self) -> None:
         """Wait until all copies have ended, so that tensors may change outside the step."""
         self._saves.link.stager.wait_copied()

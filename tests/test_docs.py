@@ -126,7 +126,7 @@ def test_every_command_and_setting_that_a_page_names_exists(document: Path) -> N
     text = document.read_text()
     page = (reference_pages.DIRECTORY / "command-line.md").read_text()
     known = {title.split()[0] for title in re.findall(r"^## flashckpt (.+)$", page, re.M)}
-    assert set(re.findall(r"(?:^ *|`|\$ |&& )flashckpt ([a-z]+)", text, re.M)) <= known
+    assert set(re.findall(r"(?:^ *|`|\$ |&& )flashckpt ([a-z]+(?:-[a-z]+)*)", text, re.M)) <= known
     fields = set(config._FIELDS)
     sections = r"`((?:agent|replicated|retention|trace)\.[a-z_]+)[`:]"
     assert set(re.findall(sections, text)) <= fields

@@ -40,6 +40,7 @@ SECOND = (
     "agent/test_object_store.py",
     "agent/test_real_faults.py",
     "agent/test_resources.py",
+    "agent/test_save_requests.py",
     "agent/test_second_attempt.py",
     "agent/test_second_start.py",
     "agent/test_succession.py",

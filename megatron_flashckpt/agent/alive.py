@@ -66,6 +66,12 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     """Start time of that process; see `RankProcess`."""
     machine: str
     """Boot and pid namespace in which `pid` is valid; see `this_machine`."""
+    trained: int = 0
+    """The last iteration that rank 0 has completed; 0: unknown."""
+    step_s: float = 0.0
+    """Seconds per iteration of late; 0: unknown."""
+    looks_every_s: float = 0.0
+    """Seconds between two looks of a node for a request to save; 0: it does not look."""
 
     @property
     def is_of_dead_process(self) -> bool:

@@ -16,6 +16,7 @@ from megatron_flashckpt.agent.alive import INTERVAL_S, State
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.own_files import OwnFiles
+from megatron_flashckpt.agent.save_requests import SaveRequests
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.file_format.run_object import RunObject
@@ -31,7 +32,8 @@ _LAST_RETRIES_S = (0.1, 0.3, 0.6)
 class Heartbeat:
     """Puts the object in a thread of its own, so that hung storage blocks no other work.
 
-    Deletes it while the agent has nothing to do but to keep memory for a restart.
+    Deletes it while the agent has nothing to do but to keep memory for a restart. Looks for
+    requests to save, too.
     """
 
     def __init__(self, node: Node, committer: Committer) -> None:
@@ -43,6 +45,7 @@ class Heartbeat:
         #: Runs whose objects this agent has to delete.
         self._to_delete: set[str] = set()
         self._own_files = OwnFiles()
+        self._requests = SaveRequests(node)
         self._renewed = 0
         self._trouble = ""
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -66,6 +69,7 @@ class Heartbeat:
                 )
                 shown = self._to_show()
             self._try_to_show(shown)
+            self._requests.look()
         for pause_s in _LAST_RETRIES_S:
             # Otherwise the next start waits until the run counts as silent.
             error = self._try_to_show(None)
@@ -109,7 +113,7 @@ class Heartbeat:
             self._renewed += 1
             self._to_delete.add(name)
             sign = alive.sign_of_life(name, state, os.getpid(), self._renewed)
-            alive.put(self._node.store, sign)
+            alive.put(self._node.store, self._requests.announced(sign))
             if state == "training":
                 self._own_files.keep(self._node.store, run)
 

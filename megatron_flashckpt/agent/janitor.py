@@ -234,7 +234,8 @@ class Janitor:
             hit("commit.done")
 
     def _clear_own_directory(self, walk: _Pass) -> None:
-        """Remove what overtaken runs have left in `flashckpt/`: signs of life, unfinished files.
+        """Remove what overtaken runs have left in `flashckpt/`: signs of life, requests to save,
+        and unfinished files.
 
         An overtaken agent may put its sign again until it ends, and a write whose unfinished file
         is gone begins again.
@@ -247,10 +248,12 @@ class Janitor:
             return 0 < number < walk.number
 
         walk.look()
-        alive = [entry.name for entry in walk.store.list(file_names.ALIVE, sizes=False)]
-        walk.store.delete(map(file_names.alive_file, filter(is_overtaken, alive)))
+        left = (file_names.ALIVE, file_names.REQUESTS)
+        for directory in left:
+            listed = [entry.name for entry in walk.store.list(directory, sizes=False)]
+            walk.store.delete(f"{directory}/{name}" for name in filter(is_overtaken, listed))
         walk.store.discard_unfinished(file_names.OWN, lambda name: True)
-        for directory in (file_names.ALIVE, file_names.RUNS, file_names.HISTORY):
+        for directory in (*left, file_names.RUNS, file_names.HISTORY):
             walk.store.discard_unfinished(directory, is_overtaken)
 
     def removable(self, save: CommittedSave) -> list[tuple[Save, SaveFiles]]:

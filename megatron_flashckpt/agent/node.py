@@ -110,6 +110,8 @@ class Node:
         """The newest run that trainers of this node have opened; None: they have opened none."""
         self.history: History | None = None
         """History of that run."""
+        self.save_at = 0
+        """Iteration of that run after which somebody has requested a save; 0: none."""
         self._opened_at = 0.0
         """Time since which this agent has known that run; `time.monotonic`."""
         self.held = HeldDirectory(options.root, self._has_own_run)
@@ -142,7 +144,7 @@ class Node:
         is_new = self.run is None or sort_key(run.name) > sort_key(self.run.name)
         if is_new:
             self.run, self.history, self.leads = run, History(run.name, run.ancestors), False
-            self._opened_at = time.monotonic()
+            self._opened_at, self.save_at = time.monotonic(), 0
         self.leads = self.leads or (number == 0 and run == self.run)
         return is_new
 
@@ -214,11 +216,17 @@ class Node:
         return found or self._stores.setdefault(key, open_store(root, self.direct_io))
 
     def beat(self) -> None:
-        """Show all trainers that this process runs and that its lock is free."""
+        """Show all trainers that this process runs and that its lock is free.
+
+        Those of the newest run learn of the save that is requested.
+        """
         with self.changed:
+            newest = None if self.run is None else self.run.name
             for rank in self.ranks.values():
                 if rank.slots is not None:
-                    rank.slots.slab.signals.add_beat()
+                    signals = rank.slots.slab.signals
+                    signals.save_at = self.save_at if rank.run == newest else 0
+                    signals.add_beat()
 
     def saves(self) -> tuple[tuple[int, str], ...]:
         """Return iteration and id of every save in a slot of any rank. The caller holds the lock.

@@ -1,9 +1,9 @@
 """Command line: inspect, verify, prune and convert a save directory; check the configuration.
 
-No command needs a GPU. Only `convert` needs torch; only `convert` and `prune` change files, and
-`config check --save` removes those that it writes. Results go to stdout; each error is one line on
-stderr. Exit status: 0 success; 1 the checkpoint is damaged or missing, or the command failed; 2
-wrong usage or configuration; 130 interrupted.
+No command needs a GPU. Only `convert` needs torch; only `convert` and `prune` change files,
+`save-now` asks a job, and `config check --save` removes what it writes. Results go to stdout; each
+error is one line on stderr. Exit status: 0 success; 1 the checkpoint is damaged or missing, or the
+command failed; 2 wrong usage or configuration; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.summary import FileSummary, Summary, TensorSummary, summary_of
 from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
-from megatron_flashckpt.cli import config_check, convert, ls, plan, prune, report
+from megatron_flashckpt.cli import config_check, convert, ls, plan, prune, report, save_now
 from megatron_flashckpt.cli.console import (
     PIPE_COLUMNS,
     Columns,
@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_verify)
 
     prune.add_parser(subparsers, directory)
+    save_now.add_parser(subparsers, directory)
 
     agent = subparsers.add_parser(
         "agent",

@@ -60,7 +60,7 @@ def planned(args: argparse.Namespace, save: str | None, plan: Plan) -> StoreUse 
         waiting_s=plan.ours.durable_s,
         longest_pause_s=max(pace.longest_s, plan.nodes / pace.most_per_s),
     )
-    return store_use(plan, per_save, Prices(**given))
+    return store_use(plan, per_save, Prices(**given), pace.idle_s(plan.nodes))
 
 
 def print_use(use: StoreUse | None, out: Console) -> None:

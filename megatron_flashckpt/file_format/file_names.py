@@ -22,6 +22,8 @@ TRACKED = f"{OWN}/tracker.json"
 HISTORY = f"{OWN}/history"
 RUNS = f"{OWN}/runs"
 ALIVE = f"{OWN}/alive"
+#: Requests of people for a save, by run.
+REQUESTS = f"{OWN}/requests"
 #: Names that the check of a save directory creates, and deletes again.
 PROBES = f"{OWN}/probe"
 #: The table of contents of format 1.
@@ -108,6 +110,11 @@ def parse_run_file(name: str) -> int | None:
 def alive_file(run: str) -> str:
     """Return the name of the object that the agent of a run's rank 0 renews."""
     return f"{ALIVE}/{run}"
+
+
+def request_file(run: str) -> str:
+    """Return the name of the object that asks the ranks of a run for a save."""
+    return f"{REQUESTS}/{run}"
 
 
 def event_name(at: float, of: str) -> str:

@@ -35,7 +35,8 @@ def watch() -> None:
     if training is None or stock.is_replaced("training", "train_step"):
         return
     stock.replace("training", "train_step", train_step)
-    for replacement in (setup_model_and_optimizer, save_checkpoint_and_time):
+    replacements = setup_model_and_optimizer, save_checkpoint_and_time, checkpoint_and_decide_exit
+    for replacement in replacements:
         if hasattr(training, replacement.__name__):
             stock.replace("training", replacement.__name__, replacement)
 
@@ -128,6 +129,22 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     if startup.dry_run(job):
         session.note_ready(margs.save)
     return result
+
+
+def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
+    """Call Megatron's own function; an iteration that `flashckpt save-now` wants is a multiple of
+    the save interval then.
+    """
+    decide = stock.original("training", "checkpoint_and_decide_exit")
+    margs = stock.get_args()
+    iteration = stock.bind(decide, args, kwargs)["iteration"]
+    if not _saves(margs) or not session.save_requested(margs.save, iteration):
+        return decide(*args, **kwargs)
+    interval, margs.save_interval = margs.save_interval, iteration
+    try:
+        return decide(*args, **kwargs)
+    finally:
+        margs.save_interval = interval
 
 
 def _saves(margs: Any) -> bool:

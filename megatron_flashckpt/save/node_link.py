@@ -249,6 +249,14 @@ class NodeLink:
             return None
         return client, slab
 
+    def save_requested(self, iteration: int) -> bool:
+        """Note that `iteration` is trained; return whether somebody has requested a save of it."""
+        if self.shared is None:
+            return False
+        signals = self.shared[1].signals
+        signals.trained = iteration
+        return signals.save_at == iteration
+
     def take_slab(self) -> tuple[Slab | None, tuple[Offer, ...]]:
         """Return the slab that the agent kept of this rank's previous process, and its offers.
 

@@ -184,6 +184,11 @@ class Session:
         if report.copies is not None and not memory_only:
             opened.announced[save.iteration] = save
 
+    def save_requested(self, root: str, iteration: int) -> bool:
+        """Note that `iteration` is trained; return whether `flashckpt save-now` wants it saved."""
+        opened = self._open.get(absolute(root))
+        return opened is not None and opened.checkpointer.link.save_requested(iteration)
+
     def wait_copied(self) -> None:
         """Wait until no copy is running: then the state of the model may change."""
         self._forget_inherited()

@@ -47,7 +47,7 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True):
     per_save: Requests
     per_save_and_node: Requests
     per_day: Requests
-    """With those of the run's sign of life."""
+    """With those of the run's sign of life, and of every node's looks for requests to save."""
     nbytes_per_day: float
     usd_per_day: float
     """Price of the requests."""
@@ -76,10 +76,16 @@ def of_a_save(
     )
 
 
-def store_use(plan: Plan, per_save: Requests, prices: Prices) -> StoreUse:
-    """Return what the saves of `plan` ask of an object store."""
+def store_use(plan: Plan, per_save: Requests, prices: Prices, looks_every_s: float) -> StoreUse:
+    """Return what the saves of `plan` ask of an object store.
+
+    Args:
+        looks_every_s: pause between two looks of a node for a request of `flashckpt save-now`.
+    """
     saves, signs = DAY_S / plan.ours.interval_s, DAY_S / _ALIVE_S
-    per_day = Requests(saves * per_save.writes + signs, saves * per_save.reads + 2 * signs)
+    looks = plan.nodes * DAY_S / looks_every_s
+    reads = saves * per_save.reads + 2 * signs + looks
+    per_day = Requests(saves * per_save.writes + signs, reads)
     return StoreUse(
         per_save=per_save,
         per_save_and_node=Requests(per_save.writes / plan.nodes, per_save.reads / plan.nodes),

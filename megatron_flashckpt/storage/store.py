@@ -43,6 +43,13 @@ class Pace(NamedTuple):
     most_per_s: float
     """Requests per second that all nodes of a job together may send."""
 
+    def idle_s(self, nodes: float) -> float:
+        """Return the pause between two looks of a node at what people may ask for at any time.
+
+        Six times the longest pause of a wait; in a large job a fiftieth of its requests per second.
+        """
+        return max(6 * self.longest_s, 50 * nodes / self.most_per_s)
+
 
 class Writer(Protocol):
     """One large object being written; its contents do not count before `finish` has returned."""

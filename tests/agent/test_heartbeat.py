@@ -44,7 +44,12 @@ class _Agent:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.node: Any = SimpleNamespace(
-            changed=threading.Condition(), run=None, leads=False, ranks={}, store=self.store
+            changed=threading.Condition(),
+            run=None,
+            leads=False,
+            ranks={},
+            store=self.store,
+            save_at=0,
         )
         self.committer: Any = SimpleNamespace(pending={})
         self.heartbeat = Heartbeat(self.node, self.committer)
@@ -75,7 +80,7 @@ def agent() -> Iterator[_Agent]:
 
 
 def trainer(run: str, *, is_connected: bool = True) -> Any:
-    return SimpleNamespace(run=run, connection=object() if is_connected else None)
+    return SimpleNamespace(run=run, connection=object() if is_connected else None, slots=None)
 
 
 def test_a_run_is_shown_as_long_as_it_trains_or_writes(agent: _Agent) -> None:

@@ -23,10 +23,11 @@ def test_the_requests_of_a_save_grow_with_parts_nodes_and_time() -> None:
 def test_the_price_of_a_day_is_that_of_its_saves_and_signs_of_life() -> None:
     result = plan(even_sizes(10**9, 64, 1, PerParameter(14, 14)), Cluster())
     per_save = Requests(1000.0, 100.0)
-    use = store_use(result, per_save, Prices(usd_per_1000_writes=1.0, usd_per_1000_reads=0.0))
+    prices = Prices(usd_per_1000_writes=1.0, usd_per_1000_reads=0.0)
+    use = store_use(result, per_save, prices, looks_every_s=60.0)
     saves = 86400 / result.ours.interval_s
     assert use.per_day.writes == pytest.approx(1000 * saves + 43_200)
-    assert use.per_day.reads == pytest.approx(100 * saves + 86_400)
+    assert use.per_day.reads == pytest.approx(100 * saves + 86_400 + 8 * 1440)
     assert use.usd_per_day == pytest.approx(saves + 43.2)
     assert use.per_save_and_node == Requests(1000 / 8, 100 / 8)
     assert use.nbytes_per_day == pytest.approx(saves * 14e9)

@@ -12,6 +12,7 @@ Environment:
                   to the `job` (torchrun and all ranks)
     HOLD          `iteration:glob:text`: in the forward of that iteration, wait until the files hold
                   the text
+    PACE          seconds that each forward takes longer
     MEASURE       trace the resources of this process and of the agent, once per iteration
     SCALARS       replace the writers of TensorBoard and of Weights & Biases, and trace their calls
     LEAK          `nbytes:iteration`: from that iteration on, leak so many bytes in each
@@ -177,6 +178,7 @@ def killing_step(forward_step: Any) -> Any:
     rank, _, when = kills.get(ATTEMPT, "").partition(":")
     held, _, held_by = os.environ.get("HOLD", "").partition(":")
     signals = [one.split(":") for one in os.environ.get("SIGNALS", "").split()]
+    pace_s = float(os.environ.get("PACE", "0"))
 
     def wrapper(batches: Any, model: Any) -> Any:
         # A forward runs once per micro-batch, so the entry is removed from the list.
@@ -187,6 +189,7 @@ def killing_step(forward_step: Any) -> Any:
         if rank and int(rank) == RANK and iteration() == int(when):
             await_text(os.environ.get("KILL_ONCE", ""))
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(pace_s)
         return forward_step(batches, model)
 
     return wrapper
