@@ -16,7 +16,7 @@ import msgspec
 from megatron_flashckpt.agent.alive import Alive
 from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.errors import UNDECODABLE, FlashCkptError
-from megatron_flashckpt.file_format.file_names import request_file
+from megatron_flashckpt.file_format.file_names import REQUESTS, request_file
 from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,11 @@ def put(store: Store, run: str, request: SaveRequest) -> None:
 
 def read(store: Store, run: str) -> SaveRequest | None:
     """Return the request to a run; None if there is none, or a damaged one."""
-    name = request_file(run)
-    if store.stat(name) is None:  # as other nodes see it; the least that a store can be asked
+    # As other nodes see it: a file system may have cached that the name is missing.
+    if run not in store.present(REQUESTS, [run]):
         return None
     try:
-        return msgspec.json.decode(store.get(name, 0, _NBYTES), type=SaveRequest)
+        return msgspec.json.decode(store.get(request_file(run), 0, _NBYTES), type=SaveRequest)
     except (FileNotFoundError, *UNDECODABLE):
         return None
 

@@ -80,12 +80,13 @@ def store_use(plan: Plan, per_save: Requests, prices: Prices, looks_every_s: flo
     """Return what the saves of `plan` ask of an object store.
 
     Args:
-        looks_every_s: pause between two looks of a node for a request of `flashckpt save-now`.
+        looks_every_s: pause between two looks of a node for a request of `flashckpt save-now`,
+            each of which is a list.
     """
     saves, signs = DAY_S / plan.ours.interval_s, DAY_S / _ALIVE_S
     looks = plan.nodes * DAY_S / looks_every_s
-    reads = saves * per_save.reads + 2 * signs + looks
-    per_day = Requests(saves * per_save.writes + signs, reads)
+    writes = saves * per_save.writes + signs + looks
+    per_day = Requests(writes, saves * per_save.reads + 2 * signs)
     return StoreUse(
         per_save=per_save,
         per_save_and_node=Requests(per_save.writes / plan.nodes, per_save.reads / plan.nodes),

@@ -26,9 +26,9 @@ def test_the_price_of_a_day_is_that_of_its_saves_and_signs_of_life() -> None:
     prices = Prices(usd_per_1000_writes=1.0, usd_per_1000_reads=0.0)
     use = store_use(result, per_save, prices, looks_every_s=60.0)
     saves = 86400 / result.ours.interval_s
-    assert use.per_day.writes == pytest.approx(1000 * saves + 43_200)
-    assert use.per_day.reads == pytest.approx(100 * saves + 86_400 + 8 * 1440)
-    assert use.usd_per_day == pytest.approx(saves + 43.2)
+    assert use.per_day.writes == pytest.approx(1000 * saves + 43_200 + 8 * 1440)
+    assert use.per_day.reads == pytest.approx(100 * saves + 86_400)
+    assert use.usd_per_day == pytest.approx(saves + 43.2 + 8 * 1.44)
     assert use.per_save_and_node == Requests(1000 / 8, 100 / 8)
     assert use.nbytes_per_day == pytest.approx(saves * 14e9)
     assert use.usd_per_checkpoint_month == pytest.approx(14 * 0.023)
