@@ -81,6 +81,8 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def writer(self) -> str:
         """Return the run, the agent, the host and the time of the last renewal, for messages."""
+        if not self.host:
+            return f"run {self.run} (its sign of life is damaged)"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.renewed_at))
         return f"run {self.run} (agent {self.pid} on {self.host}, last sign of life {when})"
 
@@ -142,6 +144,15 @@ def decode(encoded: bytes, place: str) -> Alive:
 
 def read(store: Store, run: str) -> Alive | None:
     """Return the object of a run; None if there is none, or after a warning on a damaged one."""
+    shown = _shown(store, run)
+    if isinstance(shown, Exception):
+        logger.warning("%s; it is ignored", shown)
+        return None
+    return shown
+
+
+def _shown(store: Store, run: str) -> Alive | Exception | None:
+    """Return the object of a run, or how it is damaged; None if there is none."""
     name = alive_file(run)
     try:
         return decode(store.get(name, 0, _NBYTES), f"{store.place}/{name}")
@@ -150,8 +161,14 @@ def read(store: Store, run: str) -> Alive | None:
     except (CorruptCheckpointError, StorageError) as error:
         if not is_damage(error):
             raise
-        logger.warning("%s; it is ignored", error)
-        return None
+        return error
+
+
+def _unknown(run: str) -> Alive:
+    """Return what stands for a damaged object."""
+    return Alive(
+        run=run, state="training", renewed=0, renewed_at=0.0, host="", pid=0, started=0, machine=""
+    )
 
 
 def forget(store: Store, run: str) -> None:
@@ -203,7 +220,9 @@ class _Observation:
 
     def look(self) -> Alive | None:
         """Return the present object; None if the run has ended, was killed, or is silent."""
-        alive = read(self._store, self._run)
+        shown = _shown(self._store, self._run)
+        # Whoever renews an object is alive, so a damaged one is waited for like any other.
+        alive = _unknown(self._run) if isinstance(shown, Exception) else shown
         now = time.monotonic()
         if alive is None or alive.is_of_dead_process:
             return None

@@ -217,15 +217,18 @@ def test_a_run_that_begins_during_the_wait_is_awaited_too(clock: Clock) -> None:
         msgspec.json.encode(elsewhere()).replace(b"training", b"sleeping"),
     ],
 )
-def test_a_damaged_object_is_only_a_warning(
+def test_a_damaged_object_is_that_of_a_run_that_may_be_alive(
     contents: bytes, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its writer replaces it, or is silent."""
     store = MemoryStore()
     store.put(alive_file(RUN), contents)
     start(store)
     assert is_live(store) is None
-    assert "is ignored" in caplog.text
-    assert clock.slept == 0
+    assert f"run {RUN} (its sign of life is damaged) may still write there" in caplog.text
+    clock.after(1.0, lambda: renew(clock, store))
+    with pytest.raises(OtherWriterError, match=RUN):
+        start(store)
     with pytest.raises(CorruptCheckpointError):
         alive.decode(contents, "place")
 
