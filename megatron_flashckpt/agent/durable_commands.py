@@ -69,7 +69,7 @@ class DurableCommands:
     def add(self, store: Store, save: Save) -> None:
         """Have the command run for a committed save, unless it waits already. Never blocks."""
         with self._lock:
-            if save in self._due or self._closing.is_set():
+            if save in self._due:
                 return
             self._due.add(save)
             waiting = len(self._due)

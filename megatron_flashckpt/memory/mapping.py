@@ -8,7 +8,6 @@ memfd can only be mapped in pages of 4 KiB.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import logging
 import mmap
@@ -71,10 +70,8 @@ def create_memory(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.memfd_create(name, flags)  # a kernel without the flag
+    except OSError:  # perhaps a kernel without the flag
+        return os.memfd_create(name, flags)
 
 
 def seal_size(fd: int) -> None:

@@ -134,15 +134,17 @@ def test_a_start_does_not_wait_for_an_ended_process_of_this_machine(clock: Clock
     assert clock.slept == 0
 
 
-@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("differs", ["", "the agent", "the machine"])
 def test_a_restarted_job_finds_its_agent_on_this_node_and_does_not_wait(
-    is_same: bool, clock: Clock
+    differs: str, clock: Clock
 ) -> None:
-    store = MemoryStore()
+    store, is_same = MemoryStore(), not differs
     mine = sign_of_life(RUN, "training", os.getpid())
+    if differs == "the machine":
+        mine = msgspec.structs.replace(mine, machine="another one")
     alive.put(store, mine)
     clock.every(2.0, lambda number: alive.put(store, msgspec.structs.replace(mine, renewed=number)))
-    agent = SimpleNamespace(agent_pid=os.getpid() if is_same else 1)
+    agent = SimpleNamespace(agent_pid=1 if differs == "the agent" else os.getpid())
     if is_same:
         start(store, connect=lambda: agent)
         assert clock.slept == 0

@@ -80,6 +80,7 @@ def test_a_known_end_is_told_though_what_follows_it_hangs() -> None:
     committer, save = pending(1, {0: rank}, RUN)
     save.core.note(time.monotonic(), core.Ended(End.COMMITTED, None, is_durable=True))
     committer.watch()
+    committer._conclude(save, Failure(failed="what follows it gives up"))
     assert [(each.save_id, each.error) for each in rank.told] == [(SAVE, None)]  # type: ignore[union-attr]
 
 
