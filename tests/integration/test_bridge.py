@@ -18,6 +18,8 @@ if not HOME.is_dir():
     )
 
 SCRIPT = REPO / "tests/support/jobs/bridge_gpt.py"
+#: Bridge imports transformers, which other jobs do without.
+NEEDS = {"CPU_CUDA_HIDDEN": ""}
 #: Storage every 4 iterations, and host memory at the other even ones.
 EVERY_2 = "checkpoint.non_persistent_save_interval=2"
 REFUSED = {
@@ -42,7 +44,7 @@ REFUSED = {
 
 def train(where: Path, *changes: str, **more: str) -> tuple[str, int]:
     """Run the job on two ranks; return what rank 0 prints, and its exit status."""
-    return run_ranks([SCRIPT, where / "save", *changes], where, 2, HOME, **more)
+    return run_ranks([SCRIPT, where / "save", *changes], where, 2, HOME, **NEEDS, **more)
 
 
 def steps(output: str) -> list[str]:
@@ -78,7 +80,7 @@ def test_a_killed_job_resumes_bit_for_bit_from_memory_and_from_storage(tmp_path:
 
 
 def test_unsupported_settings_of_bridge_are_refused_by_name(tmp_path: Path) -> None:
-    output, status = run_ranks([SCRIPT, "refusals", *REFUSED], tmp_path, 1, HOME)
+    output, status = run_ranks([SCRIPT, "refusals", *REFUSED], tmp_path, 1, HOME, **NEEDS)
     assert status == 0, output
     lines = dict(re.findall(r"^refused (\S+): (.*)$", output, re.MULTILINE))
     assert list(lines) == list(REFUSED), output

@@ -13,7 +13,7 @@ import cpu_cuda
 
 cpu_cuda.install()
 
-import megatron.core.tokenizers.text.models  # imports transformers, if that is installed
+import megatron.core.tokenizers.text.models
 import megatron.training.checkpointing
 import megatron.training.initialize
 import megatron.training.training

@@ -96,8 +96,8 @@ def use(entry_point: str) -> None:
         return
     for (module, name), function in stock._ORIGINALS.items():
         ours = getattr(stock.stock_module(module), name)
-        for importer in list(sys.modules.values()):
-            if importer.__name__.startswith("megatron.") and vars(importer).get(name) is ours:
+        for key, importer in list(sys.modules.items()):
+            if key.startswith("megatron.") and vars(importer).get(name) is ours:
                 setattr(importer, name, function)
 
 
