@@ -34,6 +34,13 @@ class Worker:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
+    def wait(self, within_s: float) -> None:
+        """Return when all work so far is done, or after `within_s`; then the work still goes on."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._work.put(done.set)
+            done.wait(within_s)
+
     def close(self, within_s: float) -> None:
         """Return when all work is done, or after `within_s`; then the work still goes on."""
         thread, self._thread = self._thread, None

@@ -226,7 +226,7 @@ class Checkpointer:
         if self._may_skip(request):
             reduce_int(_SkipReason.FAILED, "max")  # the other ranks wait in this collective
         elif not request.memory_only:
-            reason = f"rank {self.rank}: {type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             self.saves.call_off(request.iteration, save_id, reason)
 
     def _skipped_by_all(self, request: SaveRequest, plan: _PlannedSave | _SkipReason) -> str | None:
@@ -361,13 +361,17 @@ class Checkpointer:
         Returns:
             True if there is an agent, which finishes the staged saves.
         """
-        self.saves.close()
         if self._copies_hang:
             has_agent = self.link.current is not None
             self.abandon()
             return has_agent
+        self.saves.close()
         return self.link.close(leave=leave)
 
     def abandon(self) -> None:
-        """Disconnect after a crash of training, within seconds, even if the GPU hangs."""
+        """Disconnect after a crash of training, within seconds, even if the GPU hangs.
+
+        What this rank knows of failed saves is told before.
+        """
+        self.saves.close()
         self.link.abandon()

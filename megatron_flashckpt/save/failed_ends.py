@@ -36,7 +36,7 @@ class FailedEnds:
 
     def wait(self) -> None:
         """Wait until storage has taken all ends, at most `_WAIT_S` seconds."""
-        self._worker.close(_WAIT_S)
+        self._worker.wait(_WAIT_S)
 
     def _create(self, iteration: int, save_id: str, reason: str) -> None:
         directory = open_store(self._root)

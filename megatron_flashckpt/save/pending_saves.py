@@ -114,8 +114,7 @@ class PendingSaves:
 
     def call_off(self, iteration: int, save_id: str, reason: str) -> None:
         """Fail a save of the other ranks, because this rank raises an error, which may end it."""
-        self._lost.append((iteration, save_id, reason))
-        self.process_failures()
+        self._ends.create(iteration, save_id, reason)
         self._ends.wait()
 
     def copies_failed(self, save_id: str, failure: FlashCkptError) -> None:
@@ -232,10 +231,7 @@ class PendingSaves:
 
     def process_failures(self) -> None:
         """Process failures of the copy thread, answers of storage, and a change of agents."""
-        while not self._failed_copies.empty():
-            save_id, failure = self._failed_copies.get()
-            if save_id in self._open:  # `give_up` may have reported the failure already
-                self.fail(self._open[save_id], save_id, str(failure))
+        self._take_failed_copies()
         while not self._agent_failures.empty():
             self.replace_lost_agent(*self._agent_failures.get())
         for save_id, unanswered in list(self._unanswered.items()):
@@ -249,6 +245,12 @@ class PendingSaves:
         if adopted is not None:
             self._conclude_orphaned(adopted)
             self._call_off(adopted)
+
+    def _take_failed_copies(self) -> None:
+        while not self._failed_copies.empty():
+            save_id, failure = self._failed_copies.get()
+            if save_id in self._open:  # `give_up` may have reported the failure already
+                self.fail(self._open[save_id], save_id, str(failure))
 
     def _conclude_orphaned(self, adopted: tuple[str, ...]) -> None:
         """Conclude the saves of a dead agent that its successor has not `adopted`."""
@@ -328,6 +330,8 @@ class PendingSaves:
 
     def close(self) -> None:
         """Return when the other nodes can know of all failures, or after a bounded wait."""
+        self._take_failed_copies()
+        self._call_off(self._link.adopted_saves() or ())
         self._ends.wait()
 
     def _stored_outcome(self, iteration: int, save_id: str) -> Outcome | None:

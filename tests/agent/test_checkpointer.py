@@ -13,7 +13,7 @@ import torch
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.errors import SaveFailedError, UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import decode_failure
 from megatron_flashckpt.save.save_reports import SaveReports
@@ -103,6 +103,21 @@ def test_a_failed_copy_leaves_no_shard_and_the_next_save_succeeds(
     directory = root / file_names.iteration_dir(2)
     assert not list(directory.glob("*.safetensors"))
     job.assert_stored(root, 1)
+
+
+def test_a_crash_forgets_no_failure_that_other_nodes_wait_for(
+    make_job: Any, config: Config, root: Path
+) -> None:
+    job = make_job(config)
+    save_id = job.save_id(1)
+    saves = job.checkpointer.saves
+    job.checkpointer.link.ensure_slab(4096, 4096)
+    saves.expect(save_id, memory_only=False)
+    saves.begin(save_id, 1)
+    saves.copies_failed(save_id, SaveFailedError("the GPU is gone"))
+    job.checkpointer.abandon()
+    end = root / file_names.iteration_dir(1) / file_names.end_name(save_id)
+    assert decode_failure(end.read_bytes()).failed == "rank 0: the GPU is gone"
 
 
 def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(

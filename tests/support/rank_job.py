@@ -54,11 +54,11 @@ class Job:
     def _rank_state(self, *_: Any, **__: Any) -> dict[str, Any]:
         return self.side_state()
 
-    def save_id(self, sequence: int) -> str:
-        """Return the name of a save of this job, from 1."""
+    def save_id(self, iteration: int) -> str:
+        """Return the name of this job's first save of an iteration; see `Run.new_save_id`."""
         self.checkpointer.runs.ensure()
         assert self.checkpointer.runs.run.name is not None
-        return save_name(self.checkpointer.runs.run.name, sequence)
+        return save_name(self.checkpointer.runs.run.name, 1000 * iteration + 1)
 
     def request(self, iteration: int, *, optimizer: Any = None, **more: Any) -> SaveRequest:
         return SaveRequest(iteration, dataclasses.replace(JOB, optimizer=optimizer), **more)
