@@ -243,17 +243,16 @@ class Janitor:
 
         def is_overtaken(name: str) -> bool:
             of = file_names.parse_event_name(name) or name
-            run = file_names.run_of(of) or of
+            run = file_names.run_of(of) or of.partition(".")[0]
             number = file_names.parse_run_file(name) or file_names.run_number(run)
             return 0 < number < walk.number
 
         walk.look()
-        left = (file_names.ALIVE, file_names.REQUESTS)
-        for directory in left:
-            listed = [entry.name for entry in walk.store.list(directory, sizes=False)]
-            walk.store.delete(f"{directory}/{name}" for name in filter(is_overtaken, listed))
+        listed = [entry.name for entry in walk.store.list(file_names.ALIVE, sizes=False)]
+        left = filter(is_overtaken, listed)
+        walk.store.delete(f"{file_names.ALIVE}/{name}" for name in left)
         walk.store.discard_unfinished(file_names.OWN, lambda name: True)
-        for directory in (*left, file_names.RUNS, file_names.HISTORY):
+        for directory in (file_names.ALIVE, file_names.RUNS, file_names.HISTORY):
             walk.store.discard_unfinished(directory, is_overtaken)
 
     def removable(self, save: CommittedSave) -> list[tuple[Save, SaveFiles]]:
@@ -361,7 +360,8 @@ class Janitor:
         if not files.saves and files.iteration < newest:
             return self._settle_emptied(walk, files)
         self._discard_unfinished(walk, files, pending)
-        again_at = math.inf
+        # A directory without saves goes when the history has passed it.
+        again_at = math.inf if files.saves else 0.0
         for save_id, of_save in files.saves.items():
             save = Save(files.iteration, save_id)
             if save_id in pending or walk.is_later(save_id):

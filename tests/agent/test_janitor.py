@@ -976,3 +976,21 @@ def test_the_thread_outlives_an_error_and_does_not_hold_up_the_end(
     removing.join(60.0)
     assert not names_of(store, dead)
     assert "obsolete files were not removed" in caplog.text
+
+
+def test_an_empty_directory_goes_when_a_checkpoint_has_passed_it(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """A process was killed before it had written a file; the first look comes at the start."""
+    store, last = PosixStore(tmp_path), save(2, 20)
+    (tmp_path / iteration_dir(10)).mkdir()
+    (tmp_path / iteration_dir(30)).mkdir()
+    janitor = Janitor(tuple, DEADLINE_S, clock)
+    janitor.tidy_after_start(store, RunObject(name=run(2)))
+    commit(store, last)
+    janitor.tidy(committed(store, last))
+    assert directories(store) == [iteration_dir(20), iteration_dir(30)]
+    later = save(2, 40)
+    commit(store, later)
+    janitor.tidy(committed(store, later))
+    assert iteration_dir(30) not in directories(store)
