@@ -34,6 +34,7 @@ OTHER_RELEASES = {
     "--standalone-embedding-stage",
     "--tensor-parallel-num-weight-shards",
     "--use-custom-fsdp",
+    "--use-legacy-models",
 }
 #: Options of srun and torchrun, and the prefix that `agent.settings` adds to names.
 OTHERS = {"--overlap", "--no-", "--max-restarts"}

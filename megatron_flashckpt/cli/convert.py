@@ -6,6 +6,7 @@ This module does not import torch; `run` imports the formats, which do.
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import time
 import warnings
@@ -125,6 +126,8 @@ def run(args: argparse.Namespace, out: Console) -> int:
     with warnings.catch_warnings():
         # Megatron's import warns about each missing library that would speed up training.
         warnings.filterwarnings("ignore", module=r"megatron\.")
+        # So does torch about a CUDA toolkit on a node without a GPU.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         return _run(args, out)
 
 

@@ -63,7 +63,12 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     template = hf_models.write_template(where / "template", case.config)
     args = hf_models.megatron_args(case.flags)
     with hf_models.one_rank():
-        model = hf_models.megatron_model(args)
+        try:
+            model = hf_models.megatron_model(args)
+        except ValueError as error:
+            if "q_lora_rank is None" not in str(error):
+                raise
+            pytest.skip(f"core 0.19 needs Transformer Engine for it: {error}")
         logits = hf_models.megatron_logits(model)
         contents = hf_models.contents_of(model, args)
     write_hf(contents, where / "hf", Options(hf_config=template, shard_nbytes=20_000))
