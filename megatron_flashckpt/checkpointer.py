@@ -231,7 +231,8 @@ class Checkpointer:
     def save_requested(self, iteration: int) -> bool:
         """Note that `iteration` is trained; return whether `flashckpt save-now` wants it saved.
 
-        Call it after every step, on all ranks; then the same ranks save. It costs microseconds.
+        Call it after every step, on all ranks; it costs microseconds. A rank may hear of a request
+        too late, so a loop must not wait for other ranks around such a save.
         """
         return self._saves.link.save_requested(iteration)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import xxhash
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.incarnations import RankProcess, process_with
@@ -69,9 +70,11 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     trained: int = 0
     """The last iteration that rank 0 has completed; 0: unknown."""
     step_s: float = 0.0
-    """Seconds per iteration of late; 0: unknown."""
+    """Seconds per iteration at most, pauses left out; 0: unknown."""
     looks_every_s: float = 0.0
     """Seconds between two looks of a node for a request to save; 0: it does not look."""
+    is_saving: bool = False
+    """True while the agent of rank 0 has a save to commit."""
 
     @property
     def is_of_dead_process(self) -> bool:
@@ -144,30 +147,38 @@ def decode(encoded: bytes, place: str) -> Alive:
 
 def read(store: Store, run: str) -> Alive | None:
     """Return the object of a run; None if there is none, or after a warning on a damaged one."""
-    shown = _shown(store, run)
-    if isinstance(shown, Exception):
-        logger.warning("%s; it is ignored", shown)
-        return None
-    return shown
+    alive, error = _shown(store, run)
+    if error is None:
+        return alive
+    logger.warning("%s; it is ignored", error)
+    return None
 
 
-def _shown(store: Store, run: str) -> Alive | Exception | None:
-    """Return the object of a run, or how it is damaged; None if there is none."""
-    name = alive_file(run)
+def _shown(store: Store, run: str) -> tuple[Alive | None, Exception | None]:
+    """Return the object of a run, or what stands for a damaged one, and the damage."""
+    name, encoded = alive_file(run), b""
     try:
-        return decode(store.get(name, 0, _NBYTES), f"{store.place}/{name}")
+        encoded = store.get(name, 0, _NBYTES)
+        return decode(encoded, f"{store.place}/{name}"), None
     except FileNotFoundError:
-        return None
+        return None, None
     except (CorruptCheckpointError, StorageError) as error:
         if not is_damage(error):
             raise
-        return error
+        return _unknown(run, encoded), error
 
 
-def _unknown(run: str) -> Alive:
-    """Return what stands for a damaged object."""
+def _unknown(run: str, encoded: bytes) -> Alive:
+    """Return what stands for a damaged object; other contents are another renewal."""
     return Alive(
-        run=run, state="training", renewed=0, renewed_at=0.0, host="", pid=0, started=0, machine=""
+        run=run,
+        state="training",
+        renewed=xxhash.xxh3_64_intdigest(encoded),
+        renewed_at=0.0,
+        host="",
+        pid=0,
+        started=0,
+        machine="",
     )
 
 
@@ -220,9 +231,8 @@ class _Observation:
 
     def look(self) -> Alive | None:
         """Return the present object; None if the run has ended, was killed, or is silent."""
-        shown = _shown(self._store, self._run)
         # Whoever renews an object is alive, so a damaged one is waited for like any other.
-        alive = _unknown(self._run) if isinstance(shown, Exception) else shown
+        alive, _ = _shown(self._store, self._run)
         now = time.monotonic()
         if alive is None or alive.is_of_dead_process:
             return None

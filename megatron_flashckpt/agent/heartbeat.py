@@ -11,6 +11,8 @@ import os
 import threading
 import time
 
+import msgspec
+
 from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.alive import INTERVAL_S, State
 from megatron_flashckpt.agent.committer import Committer
@@ -113,6 +115,7 @@ class Heartbeat:
             self._renewed += 1
             self._to_delete.add(name)
             sign = alive.sign_of_life(name, state, os.getpid(), self._renewed)
+            sign = msgspec.structs.replace(sign, is_saving=bool(self._committer.pending))
             alive.put(self._node.store, self._requests.announced(sign))
             if state == "training":
                 self._own_files.keep(self._node.store, run)

@@ -1,50 +1,66 @@
-"""The object in which `flashckpt save-now` asks the ranks of a run for a save after one iteration.
+"""Requests of `flashckpt save-now`: the ranks of a run are to save after one iteration.
 
-The command names an iteration far enough ahead that every agent has read the object by then. Each
+The command names an iteration far enough ahead that every agent has seen the request by then. Each
 agent passes the iteration to its ranks through their slabs, so no rank asks another one. A rank
-that hears of it too late makes that one save fail; it names later saves as the others do (`Run`).
+that hears of it too late makes that one save fail, and nothing else: the ranks that have heard
+communicate for such a save in no way, and later saves have the same names everywhere (`Run`).
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 import time
-from typing import Annotated
 
 import msgspec
 
 from megatron_flashckpt.agent.alive import Alive
 from megatron_flashckpt.agent.node import Node
-from megatron_flashckpt.errors import UNDECODABLE, FlashCkptError
-from megatron_flashckpt.file_format.file_names import REQUESTS, request_file
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.file_format.file_names import ALIVE, parse_request_file
 from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-_NBYTES = 2**12
+#: Measured intervals between renewals of which the fastest one counts, and the least number.
+_WINDOWS, _LEAST_WINDOWS = 10, 2
 
 
-class SaveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of `flashckpt/requests/<run>`. The newest request of a run replaces the others."""
-
-    iteration: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
-    """The ranks save when they have trained this iteration."""
-
-
-def put(store: Store, run: str, request: SaveRequest) -> None:
-    """Ask the ranks of a run for a save."""
-    store.put(request_file(run), msgspec.json.encode(request))
+def requested(store: Store, run: str, after: int) -> int:
+    """Return the first iteration after `after` that is to be saved by a run; 0: none is."""
+    listed = [parse_request_file(entry.name) for entry in store.list(ALIVE, sizes=False)]
+    own = [request[1] for request in listed if request is not None and request[0] == run]
+    return min((iteration for iteration in own if iteration > after), default=0)
 
 
-def read(store: Store, run: str) -> SaveRequest | None:
-    """Return the request to a run; None if there is none, or a damaged one."""
-    # As other nodes see it: a file system may have cached that the name is missing.
-    if run not in store.present(REQUESTS, [run]):
-        return None
-    try:
-        return msgspec.json.decode(store.get(request_file(run), 0, _NBYTES), type=SaveRequest)
-    except (FileNotFoundError, *UNDECODABLE):
-        return None
+class Progress:
+    """How far and how fast rank 0 trains, as a sign of life tells it."""
+
+    def __init__(self) -> None:
+        self._of: object = None
+        self._trained, self._at = 0, 0.0
+        #: Seconds per iteration between two renewals.
+        self._windows: collections.deque[float] = collections.deque(maxlen=_WINDOWS)
+
+    def note(self, of: object, trained: int) -> None:
+        """Note what rank 0 has trained.
+
+        Args:
+            of: the run and the memory that the number is of.
+        """
+        now = time.monotonic()
+        if of != self._of or trained < self._trained:
+            self._of, self._trained = of, 0
+            self._windows.clear()
+        if trained > self._trained:
+            if self._trained:
+                self._windows.append((now - self._at) / (trained - self._trained))
+            self._trained, self._at = trained, now
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per iteration at most; 0: unknown. Pauses make no iteration seem longer."""
+        return min(self._windows) if len(self._windows) >= _LEAST_WINDOWS else 0.0
 
 
 class SaveRequests:
@@ -55,10 +71,9 @@ class SaveRequests:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._progress = Progress()
         self._next_at = 0.0
         self._trouble = ""
-        #: The last iteration that rank 0 has shown, when it was seen, and seconds per iteration.
-        self._trained, self._trained_at, self._step_s = 0, 0.0, 0.0
 
     def announced(self, sign: Alive) -> Alive:
         """Return a sign of life with what a request needs: how far rank 0 has trained, how fast."""
@@ -66,13 +81,9 @@ class SaveRequests:
             every_s, rank = self._interval_s(), self._node.ranks.get(0)
             slots = None if rank is None else rank.slots
             trained = 0 if slots is None else slots.slab.signals.trained
-        now, steps = time.monotonic(), trained - self._trained
-        if steps:
-            if steps > 0 and self._trained:
-                self._step_s = (now - self._trained_at) / steps
-            self._trained, self._trained_at = trained, now
+        self._progress.note((sign.run, id(slots)), trained)
         return msgspec.structs.replace(
-            sign, trained=trained, step_s=self._step_s, looks_every_s=every_s
+            sign, trained=trained, step_s=self._progress.step_s, looks_every_s=every_s
         )
 
     def _interval_s(self) -> float:
@@ -91,19 +102,21 @@ class SaveRequests:
         """
         with self._node.changed:
             run, every_s = self._node.run, self._interval_s()
+            slots = [rank.slots for rank in self._node.ranks.values() if rank.slots is not None]
+            trained = max((each.slab.signals.trained for each in slots), default=0)
         if run is None or not every_s or time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + every_s
         try:
-            request, trouble = read(self._node.store, run.name), ""
+            iteration, trouble = requested(self._node.store, run.name, trained), ""
         except (FlashCkptError, OSError) as error:
-            request, trouble = None, str(error)
+            iteration, trouble = 0, str(error)
         if trouble and trouble != self._trouble:
             logger.warning("a request to save would not be heard of: %s", trouble)
         self._trouble = trouble
         with self._node.changed:
-            if request is None or self._node.run != run:
+            if not iteration or self._node.run != run:
                 return
-            if request.iteration != self._node.save_at:
-                logger.info("a save of iteration %d is requested", request.iteration)
-            self._node.save_at = request.iteration
+            if iteration != self._node.save_at:
+                logger.info("a save of iteration %d is requested", iteration)
+            self._node.save_at = iteration

@@ -8,20 +8,25 @@ import time
 
 from rich.console import Console
 
-from megatron_flashckpt.agent import save_requests
 from megatron_flashckpt.agent.alive import INTERVAL_S, Alive, is_live, read
 from megatron_flashckpt.agent.proposals import look
-from megatron_flashckpt.agent.save_requests import SaveRequest
+from megatron_flashckpt.agent.save_requests import requested
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.cli.console import busy, human_time, say
 from megatron_flashckpt.errors import FlashCkptError, SaveFailedError
 from megatron_flashckpt.file_format.end import End
-from megatron_flashckpt.file_format.file_names import ends_in, iteration_dir, run_of, save_of
+from megatron_flashckpt.file_format.file_names import (
+    ends_in,
+    iteration_dir,
+    request_file,
+    run_of,
+    save_of,
+)
 from megatron_flashckpt.storage.store import Store
 
 #: Looks that every agent has at the request before its iteration is trained.
 _LOOKS = 2
-#: Seconds after the iteration in which a file of its save must have come.
+#: Seconds within which a loop tells its iterations, and a save begins after its iteration.
 _PATIENCE_S = 60.0
 
 
@@ -61,19 +66,19 @@ def run(args: argparse.Namespace, out: Console) -> int:
         raise FlashCkptError(
             f"{args.directory}: no job trains and saves there, so none can be asked; start the job"
         )
-    if not alive.looks_every_s:
-        raise FlashCkptError(
-            f"{args.directory}: {alive.writer} does not look for requests; its ranks have not "
-            "begun to train, or an older release of this package serves it"
-        )
-    with busy("waiting for two iterations, whose time is measured"):
+    with busy("measuring how long an iteration takes"):
         alive = _measured(store, alive)
-    ahead_s = _LOOKS * alive.looks_every_s + INTERVAL_S
-    # The sign of life may be one interval of renewals old.
-    steps = math.ceil((ahead_s + INTERVAL_S) / alive.step_s) + 1
-    iteration = alive.trained + steps
-    save_requests.put(store, alive.run, SaveRequest(iteration=iteration))
-    say(out, f"iteration {iteration} will be saved, in {human_time(steps * alive.step_s)}")
+    iteration = requested(store, alive.run, alive.trained)
+    if iteration:  # a second request might come between the first one and its iteration
+        say(out, f"iteration {iteration} is requested already")
+    else:
+        # The sign of life may be one interval of renewals old.
+        ahead_s = _LOOKS * alive.looks_every_s + 2 * INTERVAL_S
+        steps = math.ceil(ahead_s / alive.step_s) + 1
+        iteration = alive.trained + steps
+        store.create(request_file(alive.run, iteration), b"")
+        about = human_time(steps * alive.step_s)
+        say(out, f"iteration {iteration} will be saved, in {about} or later")
     if args.no_wait:
         return 0
     with busy(f"waiting for iteration {iteration}"):
@@ -83,8 +88,19 @@ def run(args: argparse.Namespace, out: Console) -> int:
 
 
 def _measured(store: Store, alive: Alive) -> Alive:
-    """Return a sign of life that tells how long an iteration takes."""
-    while not alive.step_s:
+    """Return a sign of life that tells how long an iteration takes.
+
+    Raises:
+        FlashCkptError: the run has ended, or its loop does not tell its iterations.
+    """
+    since = time.monotonic()
+    while not alive.step_s or not alive.looks_every_s:
+        if not alive.trained and time.monotonic() - since > _PATIENCE_S:
+            raise FlashCkptError(
+                f"{store.place}: {alive.writer} has told no iteration for {_PATIENCE_S:.0f} s: its "
+                "first one takes long, or its loop does not take requests (see 'A save now' in "
+                "docs/how-to/save-interval.md)"
+            )
         time.sleep(INTERVAL_S)
         alive = _still_alive(store, alive.run)
     return alive
@@ -92,7 +108,7 @@ def _measured(store: Store, alive: Alive) -> Alive:
 
 def _still_alive(store: Store, run: str) -> Alive:
     alive = read(store, run)
-    if alive is None or alive.state != "training":
+    if alive is None:
         raise FlashCkptError(f"{store.place}: run {run} has ended; ask the job's next run")
     return alive
 
@@ -106,6 +122,7 @@ def _await_end(store: Store, run: str, iteration: int) -> None:
     """
     passed_at: float | None = None
     while True:
+        alive = read(store, run)
         listed = [entry.name for entry in store.list(iteration_dir(iteration), sizes=False)]
         for save_id in ends_in(listed):
             ended = look(store, iteration, save_id) if run_of(save_id) == run else None
@@ -115,13 +132,16 @@ def _await_end(store: Store, run: str, iteration: int) -> None:
                 raise SaveFailedError(
                     f"iteration {iteration} was not saved: {ended.failure.failed}"
                 )
-        if any(run_of(save_of(name) or "") == run for name in listed):
+        if alive is None:  # before the look at the files
+            raise FlashCkptError(f"{store.place}: run {run} has ended without this save")
+        has_begun = any(run_of(save_of(name) or "") == run for name in listed)
+        if has_begun or alive.is_saving or alive.trained < iteration:
             passed_at = None
-        elif _still_alive(store, run).trained >= iteration:
+        else:
             passed_at = passed_at or time.monotonic()
             if time.monotonic() - passed_at > _PATIENCE_S:
                 raise FlashCkptError(
                     f"{store.place}: no rank has saved iteration {iteration}: the request came too "
-                    "late, or the loop does not look for it; ask again"
+                    "late; ask again"
                 )
         time.sleep(INTERVAL_S)

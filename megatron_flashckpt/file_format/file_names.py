@@ -22,8 +22,6 @@ TRACKED = f"{OWN}/tracker.json"
 HISTORY = f"{OWN}/history"
 RUNS = f"{OWN}/runs"
 ALIVE = f"{OWN}/alive"
-#: Requests of people for a save, by run.
-REQUESTS = f"{OWN}/requests"
 #: Names that the check of a save directory creates, and deletes again.
 PROBES = f"{OWN}/probe"
 #: The table of contents of format 1.
@@ -44,6 +42,7 @@ _OF_A_SAVE = re.compile(
 _SHARD = re.compile(rf"{_SAVE}\.rank_\d{{5,}}\.safetensors", re.ASCII)
 _RECORD = re.compile(rf"({_SAVE})\.ranks_(\d{{5,}})-(\d{{5,}})\.record", re.ASCII)
 _RUN_FILE = re.compile(r"(\d{6,18})\.json", re.ASCII)
+_REQUEST = re.compile(r"(\d{6,18}-[0-9a-f]{4})\.(\d{1,18})", re.ASCII)
 _EVENT = re.compile(rf"\d{{13,18}}\.({_SAVE}|\d{{6,18}}-[0-9a-f]{{4}})", re.ASCII)
 #: More ranks than one node can have. A name that claims more is not a commit record's.
 _MAX_RANKS_OF_RECORD = 2**16
@@ -112,9 +111,19 @@ def alive_file(run: str) -> str:
     return f"{ALIVE}/{run}"
 
 
-def request_file(run: str) -> str:
-    """Return the name of the object that asks the ranks of a run for a save."""
-    return f"{REQUESTS}/{run}"
+def request_file(run: str, iteration: int) -> str:
+    """Return the name of the empty object that asks the ranks of a run to save an iteration.
+
+    It lies beside the run's sign of life, in a directory that exists while the run trains: a new
+    one could be unseen on other nodes for a minute.
+    """
+    return f"{alive_file(run)}.{iteration}"
+
+
+def parse_request_file(name: str) -> tuple[str, int] | None:
+    """Return run and iteration in the last part of a name of `request_file`; None for others."""
+    match = _REQUEST.fullmatch(name)
+    return match and (match[1], int(match[2]))
 
 
 def event_name(at: float, of: str) -> str:

@@ -27,6 +27,7 @@ from megatron_flashckpt.save.local_files import refuse_local_files
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import is_url, refuse_unusable
 from megatron_flashckpt.tracing import LOOP, Recorder
+from megatron_flashckpt.waits import waiting
 
 
 def watch() -> None:
@@ -132,19 +133,30 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
 
 
 def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-    """Call Megatron's own function; an iteration that `flashckpt save-now` wants is a multiple of
-    the save interval then.
+    """Save what `flashckpt save-now` wants; then call Megatron's own function.
+
+    Ranks may have heard of the request or not, so nothing here may wait for another rank: not
+    Megatron's timers around a save, nor its gather of weights, nor a wait for the commit.
     """
     decide = stock.original("training", "checkpoint_and_decide_exit")
     margs = stock.get_args()
-    iteration = stock.bind(decide, args, kwargs)["iteration"]
-    if not _saves(margs) or not session.save_requested(margs.save, iteration):
-        return decide(*args, **kwargs)
-    interval, margs.save_interval = margs.save_interval, iteration
-    try:
-        return decide(*args, **kwargs)
-    finally:
-        margs.save_interval = interval
+    if _saves(margs) and _saves_alone(margs):
+        named = stock.bind(decide, args, kwargs)
+        if session.save_requested(margs.save, named["iteration"]):
+            taken = ("iteration", "model", "optimizer", "opt_param_scheduler")
+            more = ("num_floating_point_operations_so_far", "checkpointing_context")
+            iterator = {"train_data_iterator": named["train_data_iterator"]}
+            with waiting("none"):
+                stock.stock_module("training").save_checkpoint(
+                    *(named[name] for name in (*taken, *more)), **iterator
+                )
+    return decide(*args, **kwargs)
+
+
+def _saves_alone(margs: Any) -> bool:
+    """Return whether a rank saves without other ranks, so that one of them may be missing."""
+    others = ("overlap_param_gather", "dataloader_save")
+    return not any(getattr(margs, name, None) for name in others)
 
 
 def _saves(margs: Any) -> bool:

@@ -250,8 +250,11 @@ class NodeLink:
         return client, slab
 
     def save_requested(self, iteration: int) -> bool:
-        """Note that `iteration` is trained; return whether somebody has requested a save of it."""
-        if self.shared is None:
+        """Note that `iteration` is trained; return whether somebody has requested a save of it.
+
+        Never under `busy: skip`: other ranks may not have heard, and would miss in its collective.
+        """
+        if self.shared is None or self._config.busy == "skip":
             return False
         signals = self.shared[1].signals
         signals.trained = iteration
@@ -325,6 +328,7 @@ class NodeLink:
         if self._slab is not None and slab is not self._slab:
             self._slab.close()
         self._slab, self._unmapped = slab, False
+        slab.signals.trained = 0  # the process before may have trained further
 
     def wait_prepared(self, wait_s: float) -> bool:
         """Wait up to `wait_s` for background work; return True if none is running."""

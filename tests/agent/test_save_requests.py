@@ -6,13 +6,15 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from megatron_flashckpt.agent import alive, save_requests
-from megatron_flashckpt.agent.save_requests import SaveRequest
+from megatron_flashckpt.agent.save_requests import Progress
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.file_format.file_names import request_file
+from megatron_flashckpt.file_format.file_names import ALIVE, request_file
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Pace
@@ -42,43 +44,64 @@ def save_at(trainer: FakeTrainer) -> int:
     return trainer.slab.signals.save_at
 
 
-def test_ranks_of_all_nodes_learn_of_the_newest_request(
+def test_ranks_of_all_nodes_learn_of_one_request_after_the_other(
     trainers: list[FakeTrainer], root: Path
 ) -> None:
     store, run = PosixStore(root), trainers[0].run
     assert run is not None
-    for iteration in (700, 900):
-        save_requests.put(store, run.name, SaveRequest(iteration=iteration))
-        for trainer in trainers:
-            eventually("the request", lambda t=trainer, i=iteration: save_at(t) == i)
-    store.put(request_file(run.name), b'{"iteration": -1}')
+    for iteration in (900, 700):
+        store.create(request_file(run.name, iteration), b"")
+    for trainer in trainers:
+        eventually("the request", lambda t=trainer: save_at(t) == 700)
+        assert trainer.slab is not None
+        trainer.slab.signals.trained = 700
+        eventually("the later request", lambda t=trainer: save_at(t) == 900)
     later = trainers[0].open_run()
     eventually("the end of the request with its run", lambda: save_at(trainers[0]) == 0)
-    assert later.name != run.name
-    assert save_requests.read(store, run.name) is None, "no iteration"
     trainers[1].join(later)
     assert save_all(trainers, 2) == [None, None]
-    eventually("the removal of the request", lambda: not (root / request_file(run.name)).exists())
+    eventually("the removal", lambda: not list((root / ALIVE).glob(f"{run.name}.*")))
 
 
-def test_a_sign_of_life_tells_how_far_and_how_fast_rank_0_trains(
+def test_a_sign_of_life_tells_how_far_rank_0_has_trained(
     trainers: list[FakeTrainer], root: Path
 ) -> None:
     store, run = PosixStore(root), trainers[0].run
     assert run is not None
+    assert trainers[0].slab is not None
+    trainers[0].slab.signals.trained = 100
 
     def shown() -> alive.Alive:
         sign = alive.read(store, run.name)
         assert sign is not None
         return sign
 
-    assert trainers[0].slab is not None
-    for trained in (100, 150):
-        trainers[0].slab.signals.trained = trained
-        eventually("the iteration", lambda n=trained: shown().trained == n)
-    # 50 iterations in one interval of renewals, or two.
-    assert 0.5 * alive.INTERVAL_S / 50 < shown().step_s < 5 * alive.INTERVAL_S / 50
+    eventually("the iteration", lambda: shown().trained == 100)
     assert shown().looks_every_s > 0
+
+
+def test_no_pause_makes_an_iteration_seem_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the command would name an iteration that comes too soon."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(save_requests, "time", clock)
+    progress = Progress()
+    for clock.now, trained in ((0.0, 0), (2.0, 4), (4.0, 8)):
+        progress.note("a run", trained)
+        assert progress.step_s == 0.0, "the first iterations take longer"
+    for clock.now, trained in ((6.0, 12), (66.0, 13), (68.0, 17)):
+        progress.note("a run", trained)
+        assert progress.step_s == 0.5
+    progress.note("another run", 4000)
+    assert progress.step_s == 0.0
+
+
+def test_a_rank_that_would_communicate_for_a_save_takes_no_request(node: Node, root: Path) -> None:
+    link = NodeLink(str(root), 0, msgspec.structs.replace(node.config(), busy="skip"))
+    slab = link.ensure_slab(4096, 4096)
+    slab.signals.save_at = 5
+    assert not link.save_requested(5)
+    assert slab.signals.trained == 0, "the command says that none is taken"
+    link.close(leave=True)
 
 
 def test_a_trainer_asks_its_slab(node: Node, root: Path) -> None:
@@ -88,7 +111,12 @@ def test_a_trainer_asks_its_slab(node: Node, root: Path) -> None:
     slab.signals.save_at = 5
     assert [link.save_requested(iteration) for iteration in (4, 5, 6)] == [False, True, False]
     assert slab.signals.trained == 6
-    link.close(leave=True)
+    link.close(leave=False)
+    again = NodeLink(str(root), 0, node.config())
+    kept, _ = again.take_slab()
+    assert kept is not None
+    assert kept.signals.trained == 0, "the job may resume from an earlier iteration"
+    again.close(leave=True)
 
 
 @contextlib.contextmanager
@@ -101,7 +129,8 @@ def training(trainers: list[FakeTrainer], save: Callable[[int], object]) -> Iter
         while not ended.wait(0.05):
             iteration += 1
             for trainer in trainers:
-                assert trainer.slab is not None
+                if trainer.slab is None:
+                    return
                 trainer.slab.signals.trained = iteration
             if iteration == save_at(trainers[0]):
                 save(iteration)
@@ -143,16 +172,50 @@ def test_the_command_tells_why_the_save_failed(
     assert capsys.readouterr().err.endswith(" was not saved: rank 1: no memory for it\n")
 
 
-def test_a_request_that_no_rank_has_seen_ends_the_command(
+@pytest.mark.parametrize(
+    ("hears", "message"),
+    [
+        (True, "the request came too late"),
+        (False, "its loop does not take requests"),
+    ],
+)
+def test_a_command_that_no_rank_follows_ends(
     trainers: list[FakeTrainer],
     root: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    hears: bool,
+    message: str,
 ) -> None:
     monkeypatch.setattr("megatron_flashckpt.cli.save_now._PATIENCE_S", 1.0)
-    with training(trainers, lambda _: None):
+    with training(trainers, lambda _: None) if hears else contextlib.nullcontext():
         assert main(["save-now", str(root)]) == 1
-    assert "the request came too late, or the loop does not look for it" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_a_second_command_waits_for_the_save_of_the_first(
+    trainers: list[FakeTrainer], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with training(trainers, lambda iteration: save_all(trainers, iteration)):
+        assert main(["save-now", str(root), "--no-wait"]) == 0
+        assert main(["save-now", str(root)]) == 0
+    first, second, saved = capsys.readouterr().out.splitlines()
+    iteration = first.split()[1]
+    assert second == f"iteration {iteration} is requested already"
+    assert saved == f"iter_{int(iteration):07d}: saved"
+
+
+def test_the_end_of_the_run_ends_the_command(
+    trainers: list[FakeTrainer], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(_: int) -> None:
+        for trainer in trainers:
+            trainer.hang_up()
+
+    with training(trainers, leave):
+        assert main(["save-now", str(root)]) == 1
+    assert "has ended without this save" in capsys.readouterr().err
 
 
 def test_nothing_is_requested_where_no_job_trains(
@@ -161,4 +224,4 @@ def test_nothing_is_requested_where_no_job_trains(
     root.mkdir(exist_ok=True)
     assert main(["save-now", str(root)]) == 1
     assert "no job trains and saves there" in capsys.readouterr().err
-    assert not (root / "flashckpt/requests").exists()
+    assert not list(root.rglob("*"))

@@ -218,7 +218,9 @@ def test_a_conversion_into_the_directory_of_a_live_job_is_refused(
     alive.put(store, sign_of("000001-aaaa"))
     before = snapshot(tmp_path)
     renewals = itertools.count()
-    monkeypatch.setattr(alive, "read", lambda _, run: sign_of(run, renewed=next(renewals)))
+    monkeypatch.setattr(
+        alive, "_shown", lambda _, run: (sign_of(run, renewed=next(renewals)), None)
+    )
     with pytest.raises(OtherWriterError, match=r"000001-aaaa .* trains and saves there"):
         write_ours(contents(), tmp_path, Options())
     assert snapshot(tmp_path) == before

@@ -12,6 +12,7 @@ Environment:
                   to the `job` (torchrun and all ranks)
     HOLD          `iteration:glob:text`: in the forward of that iteration, wait until the files hold
                   the text
+    DEAF          that rank hears of no request to save
     PACE          seconds that each forward takes longer
     MEASURE       trace the resources of this process and of the agent, once per iteration
     SCALARS       replace the writers of TensorBoard and of Weights & Biases, and trace their calls
@@ -473,6 +474,10 @@ if __name__ == "__main__":
 
     training.maybe_finalize_async_save = finalize_and_count
     step = killing_step(tiny.forward_step)
+    if os.environ.get("DEAF") == str(RANK):
+        from megatron_flashckpt.save.node_link import NodeLink
+
+        NodeLink.save_requested = lambda *_: False  # type: ignore[method-assign]
     if "PREPARED" in os.environ:
         step = preparing_step(step)
     if "REFERENCE" in os.environ:
