@@ -70,7 +70,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     trained: int = 0
     """The last iteration that rank 0 has completed; 0: unknown."""
     step_s: float = 0.0
-    """Seconds per iteration at most, pauses left out; 0: unknown."""
+    """Shortest seconds per iteration of the last renewals; 0: unknown."""
     looks_every_s: float = 0.0
     """Seconds between two looks of a node for a request to save; 0: it does not look."""
     is_saving: bool = False

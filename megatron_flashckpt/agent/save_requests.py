@@ -59,7 +59,7 @@ class Progress:
 
     @property
     def step_s(self) -> float:
-        """Seconds per iteration at most; 0: unknown. Pauses make no iteration seem longer."""
+        """Shortest seconds per iteration of late, so that no pause counts; 0: unknown."""
         return min(self._windows) if len(self._windows) >= _LEAST_WINDOWS else 0.0
 
 
