@@ -214,7 +214,7 @@ def _of_newest_run(store: Store) -> list[str]:
     return [run for run in runs if run_number(run) >= newest]
 
 
-class _Observation:
+class Observation:
     """Reads an object repeatedly, to see whether it is renewed, by the clock of this host.
 
     While storage does not answer this host, it may not answer the writer either. So the time of one
@@ -251,7 +251,7 @@ def is_live(store: Store) -> Alive | None:
     Takes as long as a renewal can take, or less if the state is certain earlier.
     """
     for run in _of_newest_run(store):
-        observation = _Observation(store, run)
+        observation = Observation(store, run)
         while (alive := observation.look()) is not None:
             if observation.renews:
                 return alive
@@ -308,7 +308,7 @@ class Admission:
 
     def _await(self, run: str) -> None:
         deadline = time.monotonic() + self._wait_s
-        observation = _Observation(self.store, run)
+        observation = Observation(self.store, run)
         has_waited = False
         while (alive := observation.look()) is not None:
             if alive.state == "training" and self._policy == "take_over":

@@ -47,7 +47,7 @@ class Heartbeat:
         #: Runs whose objects this agent has to delete.
         self._to_delete: set[str] = set()
         self._own_files = OwnFiles()
-        self._requests = SaveRequests(node)
+        self._requests = SaveRequests(node, committer)
         self._renewed = 0
         self._trouble = ""
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)

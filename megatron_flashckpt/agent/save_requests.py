@@ -2,8 +2,9 @@
 
 The command names an iteration far enough ahead that every agent has seen the request by then. Each
 agent passes the iteration to its ranks through their slabs, so no rank asks another one. A rank
-that hears of it too late makes that one save fail, and nothing else: the ranks that have heard
-communicate for such a save in no way, and later saves have the same names everywhere (`Run`).
+that hears of it too late makes that one save fail: the ranks that have heard communicate for such a
+save in no way, its agent ends the save at its next look, and later saves have the same names
+everywhere (`Run`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ import time
 import msgspec
 
 from megatron_flashckpt.agent.alive import Alive
-from megatron_flashckpt.agent.node import Node
+from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.proposals import propose_failure
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.file_format.file_names import ALIVE, parse_request_file
+from megatron_flashckpt.file_format.end import Failure
+from megatron_flashckpt.file_format.file_names import (
+    ALIVE,
+    first_sequence,
+    parse_request_file,
+    save_name,
+)
 from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -26,11 +35,15 @@ logger = logging.getLogger(__name__)
 _WINDOWS, _LEAST_WINDOWS = 10, 2
 
 
-def requested(store: Store, run: str, after: int) -> int:
-    """Return the first iteration after `after` that is to be saved by a run; 0: none is."""
+def requests(store: Store, run: str) -> list[int]:
+    """Return the iterations that a run is asked to save, in ascending order."""
     listed = [parse_request_file(entry.name) for entry in store.list(ALIVE, sizes=False)]
-    own = [request[1] for request in listed if request is not None and request[0] == run]
-    return min((iteration for iteration in own if iteration > after), default=0)
+    return sorted(request[1] for request in listed if request and request[0] == run)
+
+
+def first_after(asked: list[int], trained: int) -> int:
+    """Return the first iteration that is still to be trained; 0: there is none."""
+    return next((iteration for iteration in asked if iteration > trained), 0)
 
 
 class Progress:
@@ -69,8 +82,11 @@ class SaveRequests:
     Used by the thread of `Heartbeat`.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, committer: Committer) -> None:
         self._node = node
+        self._committer = committer
+        #: The requests up to this iteration of that run are settled.
+        self._judged_of, self._judged_until = "", 0
         self._progress = Progress()
         self._next_at = 0.0
         self._trouble = ""
@@ -79,8 +95,7 @@ class SaveRequests:
         """Return a sign of life with what a request needs: how far rank 0 has trained, how fast."""
         with self._node.changed:
             every_s, rank = self._interval_s(), self._node.ranks.get(0)
-            slots = None if rank is None else rank.slots
-            trained = 0 if slots is None else slots.slab.signals.trained
+            slots, trained = (None, 0) if rank is None else (rank.slots, _trained(rank))
         self._progress.note((sign.run, id(slots)), trained)
         return msgspec.structs.replace(
             sign, trained=trained, step_s=self._progress.step_s, looks_every_s=every_s
@@ -96,27 +111,63 @@ class SaveRequests:
         return self._node.store.pace.idle_s(run.world_size / ranks) if ranks else 0.0
 
     def look(self) -> None:
-        """Look for a request, if it is time for it, and note it for `Node.beat`.
+        """Look for requests, if it is time for it: pass on the next one, and end those missed.
 
         Errors of storage are logged once; the next look comes as soon as without them.
         """
         with self._node.changed:
             run, every_s = self._node.run, self._interval_s()
-            slots = [rank.slots for rank in self._node.ranks.values() if rank.slots is not None]
-            trained = max((each.slab.signals.trained for each in slots), default=0)
+            trained = max(map(_trained, self._node.ranks.values()), default=0)
         if run is None or not every_s or time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + every_s
+        if run.name != self._judged_of:
+            # An agent that comes later does not know of the saves before.
+            self._judged_of, self._judged_until = run.name, trained
+        trouble = ""
         try:
-            iteration, trouble = requested(self._node.store, run.name, trained), ""
+            asked = requests(self._node.store, run.name)
+            with self._node.changed:
+                if self._node.run == run:
+                    self._node.save_at = first_after(asked, trained)
+            self._end_missed(run.name, asked)
         except (FlashCkptError, OSError) as error:
-            iteration, trouble = 0, str(error)
+            trouble = str(error)
         if trouble and trouble != self._trouble:
             logger.warning("a request to save would not be heard of: %s", trouble)
         self._trouble = trouble
+
+    def _end_missed(self, run: str, asked: list[int]) -> None:
+        """End the requested saves that lack the part of a rank of this node, which heard too late.
+
+        Otherwise the ranks that have heard would wait for it, and it for them in its next step.
+        """
         with self._node.changed:
-            if not iteration or self._node.run != run:
-                return
-            if iteration != self._node.save_at:
-                logger.info("a save of iteration %d is requested", iteration)
-            self._node.save_at = iteration
+            trained = min(map(_trained, self._node.ranks.values()), default=0)
+        for iteration in asked:
+            if not self._judged_until < iteration < trained:
+                continue
+            save_id = save_name(run, first_sequence(iteration))
+            late = self._without_part(run, save_id)
+            if late:
+                reason = f"rank {late[0]} heard of the request too late"
+                failure = Failure(failed=reason, is_final=True)
+                propose_failure(self._node.store, iteration, save_id, failure)
+            self._judged_until = iteration
+
+    def _without_part(self, run: str, save_id: str) -> list[int]:
+        """Return the ranks of this node that have begun no such save."""
+        with self._node.changed:
+            pending = self._committer.pending.get(save_id)
+            return [
+                number
+                for number, rank in self._node.ranks.items()
+                if rank.run == run
+                and rank.connection is not None
+                and (pending is None or number not in pending.metas)
+                and not (rank.slots and rank.slots.holds(save_id))
+            ]
+
+
+def _trained(rank: Trainer) -> int:
+    return 0 if rank.slots is None else rank.slots.slab.signals.trained

@@ -31,8 +31,14 @@ class Worker:
         self._work.put(work)
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # Python 3.12 starts no thread while the process ends
+                    self._work.put(None)
+                    self._run()
+                else:
+                    self._thread = thread
 
     def wait(self, within_s: float) -> None:
         """Return when all work so far is done, or after `within_s`; then the work still goes on."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import time
 
 from rich.console import Console
 
-from megatron_flashckpt.agent.alive import INTERVAL_S, Alive, is_live, read
+from megatron_flashckpt.agent.alive import INTERVAL_S, Alive, Observation, is_live
 from megatron_flashckpt.agent.proposals import look
-from megatron_flashckpt.agent.save_requests import requested
+from megatron_flashckpt.agent.save_requests import first_after, requests
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.cli.console import busy, human_time, say
-from megatron_flashckpt.errors import FlashCkptError, SaveFailedError
+from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.file_format.end import End
 from megatron_flashckpt.file_format.file_names import (
     ends_in,
@@ -66,9 +67,10 @@ def run(args: argparse.Namespace, out: Console) -> int:
         raise FlashCkptError(
             f"{args.directory}: no job trains and saves there, so none can be asked; start the job"
         )
+    run_now = _Run(store, alive.run)
     with busy("measuring how long an iteration takes"):
-        alive = _measured(store, alive)
-    iteration = requested(store, alive.run, alive.trained)
+        alive = _measured(run_now)
+    iteration = first_after(requests(store, alive.run), alive.trained)
     if iteration:  # a second request might come between the first one and its iteration
         say(out, f"iteration {iteration} is requested already")
     else:
@@ -76,65 +78,85 @@ def run(args: argparse.Namespace, out: Console) -> int:
         ahead_s = _LOOKS * alive.looks_every_s + 2 * INTERVAL_S
         steps = math.ceil(ahead_s / alive.step_s) + 1
         iteration = alive.trained + steps
-        store.create(request_file(alive.run, iteration), b"")
+        with contextlib.suppress(AlreadyExistsError):  # another command has asked for the same
+            store.create(request_file(alive.run, iteration), b"")
         about = human_time(steps * alive.step_s)
         say(out, f"iteration {iteration} will be saved, in {about} or later")
     if args.no_wait:
         return 0
     with busy(f"waiting for iteration {iteration}"):
-        _await_end(store, alive.run, iteration)
+        _await_end(run_now, iteration)
     say(out, f"{iteration_dir(iteration)}: saved")
     return 0
 
 
-def _measured(store: Store, alive: Alive) -> Alive:
+class _Run:
+    """A run that trained when the command began."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.store, self.name = store, run
+        self._observation = Observation(store, run)
+
+    def look(self, otherwise: str) -> Alive:
+        """Return its sign of life.
+
+        Raises:
+            FlashCkptError: the run has ended, was killed or is silent; `otherwise` says the rest.
+        """
+        alive = self._observation.look()
+        if alive is None:
+            raise FlashCkptError(f"{self.store.place}: run {self.name} has ended{otherwise}")
+        return alive
+
+
+def _measured(run: _Run) -> Alive:
     """Return a sign of life that tells how long an iteration takes.
 
     Raises:
         FlashCkptError: the run has ended, or its loop does not tell its iterations.
     """
     since = time.monotonic()
-    while not alive.step_s or not alive.looks_every_s:
+    while True:
+        alive = run.look("; ask the job's next run")
+        if alive.step_s and alive.looks_every_s:
+            return alive
         if not alive.trained and time.monotonic() - since > _PATIENCE_S:
             raise FlashCkptError(
-                f"{store.place}: {alive.writer} has told no iteration for {_PATIENCE_S:.0f} s: its "
-                "first one takes long, or its loop does not take requests (see 'A save now' in "
+                f"{run.store.place}: {alive.writer} has told no iteration for {_PATIENCE_S:.0f} s: "
+                "its first one takes long, or its loop does not take requests (see 'A save now' in "
                 "docs/how-to/save-interval.md)"
             )
         time.sleep(INTERVAL_S)
-        alive = _still_alive(store, alive.run)
-    return alive
 
 
-def _still_alive(store: Store, run: str) -> Alive:
-    alive = read(store, run)
-    if alive is None:
-        raise FlashCkptError(f"{store.place}: run {run} has ended; ask the job's next run")
-    return alive
-
-
-def _await_end(store: Store, run: str, iteration: int) -> None:
+def _await_end(run: _Run, iteration: int) -> None:
     """Return when the save is durable.
 
     Raises:
         SaveFailedError: it has failed.
         FlashCkptError: the run has ended before, or no rank has begun the save.
     """
+    store = run.store
     passed_at: float | None = None
+    ended_alive: FlashCkptError | None = None
     while True:
-        alive = read(store, run)
+        try:
+            alive = run.look(" without this save")
+        except FlashCkptError as error:  # one more look at the files
+            alive, ended_alive = None, error
         listed = [entry.name for entry in store.list(iteration_dir(iteration), sizes=False)]
         for save_id in ends_in(listed):
-            ended = look(store, iteration, save_id) if run_of(save_id) == run else None
+            ended = look(store, iteration, save_id) if run_of(save_id) == run.name else None
             if ended is not None and ended.end is End.COMMITTED:
                 return
             if ended is not None and ended.failure is not None:
                 raise SaveFailedError(
                     f"iteration {iteration} was not saved: {ended.failure.failed}"
                 )
-        if alive is None:  # before the look at the files
-            raise FlashCkptError(f"{store.place}: run {run} has ended without this save")
-        has_begun = any(run_of(save_of(name) or "") == run for name in listed)
+        if alive is None:
+            assert ended_alive is not None
+            raise ended_alive
+        has_begun = any(run_of(save_of(name) or "") == run.name for name in listed)
         if has_begun or alive.is_saving or alive.trained < iteration:
             passed_at = None
         else:

@@ -83,6 +83,11 @@ def save_name(run: str, sequence: int, attempt: int = 1) -> str:
     return f"{run}.{sequence:05d}.{attempt}"
 
 
+def first_sequence(iteration: int) -> int:
+    """Return the number of a run's first save of an iteration, if no later one came before."""
+    return 1000 * iteration + 1
+
+
 def run_of(save_id: str) -> str:
     """Return the run of a save; "" if `save_id` is not the name of a save."""
     parsed = parse_save(save_id)

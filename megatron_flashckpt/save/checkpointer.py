@@ -373,5 +373,7 @@ class Checkpointer:
 
         What this rank knows of failed saves is told before.
         """
-        self.saves.close()
-        self.link.abandon()
+        try:
+            self.saves.close()
+        finally:
+            self.link.abandon()

@@ -252,9 +252,12 @@ class NodeLink:
     def save_requested(self, iteration: int) -> bool:
         """Note that `iteration` is trained; return whether somebody has requested a save of it.
 
-        Never under `busy: skip`: other ranks may not have heard, and would miss in its collective.
+        Other ranks may not have heard. So a job takes no requests if such a save communicates, as
+        under `busy: skip`, or if its failure would stop the ranks that have heard.
         """
-        if self.shared is None or self._config.busy == "skip":
+        config = self._config
+        alone = config.on_failure == "warn" and config.failures_in_a_row is None
+        if self.shared is None or config.busy == "skip" or not alone:
             return False
         signals = self.shared[1].signals
         signals.trained = iteration

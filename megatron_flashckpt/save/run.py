@@ -8,14 +8,12 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.file_names import first_sequence, save_name
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, decode_run, encode_run
 
 #: Longest wait of a rank until the first one has opened the run, in addition to what that one may
 #: wait for another run to end.
 _OPENED_S = 300.0
-#: Numbers of saves between two iterations.
-_OF_AN_ITERATION = 1000
 #: First byte of an error in place of a run.
 _REFUSED = "!"
 
@@ -50,7 +48,7 @@ class Run:
         The run is open.
         """
         assert self.object is not None
-        self._last = max(self._last, iteration * _OF_AN_ITERATION) + 1
+        self._last = max(self._last + 1, first_sequence(iteration))
         return save_name(self.object.name, self._last)
 
 

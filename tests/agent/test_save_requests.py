@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from megatron_flashckpt.agent import alive, save_requests
-from megatron_flashckpt.agent.save_requests import Progress
+from megatron_flashckpt.agent.save_requests import Progress, SaveRequests
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.file_format.file_names import ALIVE, request_file
+from megatron_flashckpt.file_format.file_names import ALIVE, first_sequence, request_file, save_name
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Pace
@@ -37,6 +39,18 @@ def trainers(node: Node, other_node: Node, root: Path) -> Iterator[list[FakeTrai
         made[1].join(run)
         assert save_all(made, 1) == [None, None]
         yield made
+
+
+def asked_name(trainers: list[FakeTrainer], iteration: int) -> str:
+    run = trainers[0].run
+    assert run is not None
+    return save_name(run.name, first_sequence(iteration))
+
+
+def save_as_asked(trainers: list[FakeTrainer], iteration: int) -> None:
+    for trainer in trainers:
+        trainer.stage(iteration, asked_name(trainers, iteration))
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
 
 
 def save_at(trainer: FakeTrainer) -> int:
@@ -95,8 +109,13 @@ def test_no_pause_makes_an_iteration_seem_longer(monkeypatch: pytest.MonkeyPatch
     assert progress.step_s == 0.0
 
 
-def test_a_rank_that_would_communicate_for_a_save_takes_no_request(node: Node, root: Path) -> None:
-    link = NodeLink(str(root), 0, msgspec.structs.replace(node.config(), busy="skip"))
+@pytest.mark.parametrize(
+    "setting", [{"busy": "skip"}, {"on_failure": "raise"}, {"failures_in_a_row": 3}]
+)
+def test_no_request_is_taken_that_could_part_the_ranks(
+    node: Node, root: Path, setting: dict[str, Any]
+) -> None:
+    link = NodeLink(str(root), 0, msgspec.structs.replace(node.config(), **setting))
     slab = link.ensure_slab(4096, 4096)
     slab.signals.save_at = 5
     assert not link.save_requested(5)
@@ -151,7 +170,7 @@ def test_the_command_returns_when_the_checkpoint_is_durable(
 
     def save(iteration: int) -> None:
         saved.append(iteration)
-        assert save_all(trainers, iteration) == [None, None]
+        save_as_asked(trainers, iteration)
 
     with training(trainers, save):
         assert main(["save-now", str(root)]) == 0
@@ -165,7 +184,7 @@ def test_the_command_tells_why_the_save_failed(
     trainers: list[FakeTrainer], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(iteration: int) -> None:
-        trainers[1].call_off(iteration, trainers[0].new_save_id(), "no memory for it")
+        trainers[1].call_off(iteration, asked_name(trainers, iteration), "no memory for it")
 
     with training(trainers, fail):
         assert main(["save-now", str(root)]) == 1
@@ -173,10 +192,11 @@ def test_the_command_tells_why_the_save_failed(
 
 
 @pytest.mark.parametrize(
-    ("hears", "message"),
+    ("trains", "agents_look", "message"),
     [
-        (True, "the request came too late"),
-        (False, "its loop does not take requests"),
+        (True, True, " heard of the request too late"),
+        (True, False, "the request came too late"),
+        (False, False, "its loop does not take requests"),
     ],
 )
 def test_a_command_that_no_rank_follows_ends(
@@ -185,19 +205,43 @@ def test_a_command_that_no_rank_follows_ends(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     *,
-    hears: bool,
+    trains: bool,
+    agents_look: bool,
     message: str,
 ) -> None:
     monkeypatch.setattr("megatron_flashckpt.cli.save_now._PATIENCE_S", 1.0)
-    with training(trainers, lambda _: None) if hears else contextlib.nullcontext():
+    if not agents_look:
+        monkeypatch.setattr(SaveRequests, "look", lambda _: None)
+    with training(trainers, lambda _: None) if trains else contextlib.nullcontext():
         assert main(["save-now", str(root)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_agent_ends_a_save_that_lacks_the_part_of_its_rank(
+    trainers: list[FakeTrainer], root: Path
+) -> None:
+    """The rank has trained on; the others may wait for the save before they do."""
+    heard, late = trainers
+    run = heard.run
+    assert run is not None
+    assert heard.slab is not None
+    assert late.slab is not None
+    PosixStore(root).create(request_file(run.name, 50), b"")
+    eventually("the request", lambda: save_at(late) == 50)
+    heard.stage(50, asked_name(trainers, 50))
+    heard.slab.signals.trained = late.slab.signals.trained = 50
+    time.sleep(0.5)
+    assert heard.client.poll().finished == (), "the rank may be about to save"
+    late.slab.signals.trained = 51
+    assert heard.outcome().error == "rank 1 heard of the request too late"
+    heard.slab.signals.trained = 51
+    assert save_all(trainers, 60) == [None, None]
 
 
 def test_a_second_command_waits_for_the_save_of_the_first(
     trainers: list[FakeTrainer], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with training(trainers, lambda iteration: save_all(trainers, iteration)):
+    with training(trainers, lambda iteration: save_as_asked(trainers, iteration)):
         assert main(["save-now", str(root), "--no-wait"]) == 0
         assert main(["save-now", str(root)]) == 0
     first, second, saved = capsys.readouterr().out.splitlines()

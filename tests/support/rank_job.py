@@ -14,7 +14,7 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.file_names import first_sequence, save_name
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
@@ -58,7 +58,7 @@ class Job:
         """Return the name of this job's first save of an iteration; see `Run.new_save_id`."""
         self.checkpointer.runs.ensure()
         assert self.checkpointer.runs.run.name is not None
-        return save_name(self.checkpointer.runs.run.name, 1000 * iteration + 1)
+        return save_name(self.checkpointer.runs.run.name, first_sequence(iteration))
 
     def request(self, iteration: int, *, optimizer: Any = None, **more: Any) -> SaveRequest:
         return SaveRequest(iteration, dataclasses.replace(JOB, optimizer=optimizer), **more)
