@@ -45,7 +45,7 @@ def process_with(pid: int) -> RankProcess | None:
 def _state_of(pid: int) -> tuple[str, int]:
     """Return the state and the start time of a process; an empty state if there is none."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="surrogateescape")
     except OSError:
         return "", 0
     # The program's name, in parentheses, may contain any character.

@@ -53,7 +53,7 @@ class AgentFacts(msgspec.Struct, frozen=True):
 def own_unit() -> EnclosingUnit:
     """Return the unit that ends this process."""
     try:
-        cgroups = Path("/proc/self/cgroup").read_text()
+        cgroups = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return EnclosingUnit()

@@ -109,7 +109,7 @@ def runtime_library() -> Any:
 def _find_library(maps: Path, load: Callable[[str], Any]) -> Any:
     # A second copy of the library would have thread settings of its own, so only the one that
     # is mapped will do. A file that was replaced has another name in the maps.
-    for line in maps.read_text().splitlines():
+    for line in maps.read_text(errors="surrogateescape").splitlines():
         path = line[line.find("/") :] if "/" in line else ""
         if _NAME.fullmatch(path.rpartition("/")[2]):
             with contextlib.suppress(OSError):

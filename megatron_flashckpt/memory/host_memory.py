@@ -89,7 +89,7 @@ def _machine(proc: Path) -> str:
 def _groups(proc: Path, groups: Path, machine: str) -> Iterator[Limit]:
     """Yield the limit of each memory group around this process."""
     try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
+        lines = (proc / "self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:

@@ -16,6 +16,7 @@ from megatron_flashckpt.agent.incarnations import (
     RankProcess,
     ReplacedError,
     process_of,
+    process_with,
 )
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
@@ -176,6 +177,18 @@ def test_a_process_with_a_reused_pid_counts_as_another() -> None:
     assert process.pid == os.getpid()
     assert process.is_alive
     assert not process._replace(started=process.started + 1).is_alive
+
+
+def test_the_name_of_a_program_may_hold_any_bytes() -> None:
+    name = Path("/proc/self/comm")
+    former = name.read_bytes()
+    name.write_bytes(b"\xff) R 1")
+    try:
+        process = process_with(os.getpid())
+    finally:
+        name.write_bytes(former)
+    assert process is not None
+    assert process.is_alive
 
 
 def test_a_zombie_counts_as_ended() -> None:

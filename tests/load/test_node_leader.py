@@ -179,7 +179,7 @@ def connections() -> int:
     place = node_leader.place_of(variables(0))
     assert place is not None
     name = "@" + node_leader.socket_name(place, 0, "topic")[1:]
-    rows = Path("/proc/net/unix").read_text().splitlines()
+    rows = Path("/proc/net/unix").read_text(errors="replace").splitlines()
     return sum(row.split()[-1] == name for row in rows) - 1  # the listener itself
 
 

@@ -147,7 +147,7 @@ def test_a_thread_enters_even_if_its_mode_cannot_be_set(monkeypatch: pytest.Monk
 
 MAPS = """\
 55d0c0a00000-55d0c0a01000 r--p 00000000 08:01 1    /usr/bin/python3.11
-7f0000000000-7f0000100000 rw-p 00000000 00:00 0
+7f0000000000-7f0000100000 rw-p 00000000 00:00 0    /of any bytes \udcff
 7f0000100000-7f0000200000 rw-p 00000000 00:00 0    [heap]
 7f0000200000-7f0000300000 r-xp 00000000 08:01 2    /opt/libcudart.so.12/libother.so
 7f0000200000-7f0000300000 r-xp 00000000 08:01 2    /opt/lib/libcudart_other.so
@@ -168,14 +168,15 @@ MAPS = """\
 )
 def test_the_mapped_runtime_is_found(tmp_path: Path, path: str) -> None:
     maps, loaded = tmp_path / "maps", []
-    maps.write_text(MAPS.format(line=f"7f0000400000-7f0000500000 r-xp 0 08:01 3    {path}"))
+    line = f"7f0000400000-7f0000500000 r-xp 0 08:01 3    {path}"
+    maps.write_text(MAPS.format(line=line), errors="surrogateescape")
     assert cuda._find_library(maps, lambda name: loaded.append(name) or "library") == "library"
     assert loaded == [path]
 
 
 def test_a_runtime_that_is_not_mapped_is_not_loaded(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
-    maps.write_text(MAPS.format(line=""))
+    maps.write_text(MAPS.format(line=""), errors="surrogateescape")
     assert cuda._find_library(maps, pytest.fail) is None
 
 
@@ -187,7 +188,8 @@ def test_without_a_usable_library_there_is_no_runtime(tmp_path: Path, suffix: st
 
     maps = tmp_path / "maps"
     path = f"/usr/lib/libcudart.so.12{suffix}"
-    maps.write_text(MAPS.format(line=f"7f0000400000-7f0000500000 r-xp 0 08:01 3    {path}"))
+    line = f"7f0000400000-7f0000500000 r-xp 0 08:01 3    {path}"
+    maps.write_text(MAPS.format(line=line), errors="surrogateescape")
     assert cuda._find_library(maps, refuse) is None
 
 

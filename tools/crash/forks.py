@@ -88,7 +88,7 @@ def _check_helpers(job: Job) -> None:
         if slabs_of(pid):
             raise CellError(f"helper {pid} keeps a slab")
         # Ranks use TCP among themselves; a Unix socket is the connection to the agent.
-        lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
         local = {f"socket:[{line.split()[6]}]" for line in lines}
         if local.intersection(sockets_of(pid)):
             raise CellError(f"helper {pid} keeps the connection to the agent")

@@ -273,7 +273,7 @@ class _Scenario:
         path = str(self._node.place(self._root))
 
         def connected() -> bool:
-            lines = Path("/proc/net/unix").read_text().splitlines()
+            lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
             # The listening socket counts as one more.
             return sum(line.endswith(path) for line in lines) > connections
 
