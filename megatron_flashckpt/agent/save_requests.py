@@ -117,7 +117,7 @@ class SaveRequests:
         """
         with self._node.changed:
             run, every_s = self._node.run, self._interval_s()
-            trained = max(map(_trained, self._node.ranks.values()), default=0)
+            trained = max(self._trained(), default=0)
         if run is None or not every_s or time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + every_s
@@ -137,13 +137,19 @@ class SaveRequests:
             logger.warning("a request to save would not be heard of: %s", trouble)
         self._trouble = trouble
 
+    def _trained(self) -> list[int]:
+        """Return what each rank of the newest run has trained; 0: unknown. Lock held."""
+        run = self._node.run
+        of_run = [rank for rank in self._node.ranks.values() if run and rank.run == run.name]
+        return [_trained(rank) for rank in of_run]
+
     def _end_missed(self, run: str, asked: list[int]) -> None:
         """End the requested saves that lack the part of a rank of this node, which heard too late.
 
         Otherwise the ranks that have heard would wait for it, and it for them in its next step.
         """
         with self._node.changed:
-            trained = min(map(_trained, self._node.ranks.values()), default=0)
+            trained = min(self._trained(), default=0)
         for iteration in asked:
             if not self._judged_until < iteration < trained:
                 continue

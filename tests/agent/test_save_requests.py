@@ -22,7 +22,7 @@ from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Pace
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
-from tests.support.trainer import FakeTrainer, eventually, save_all
+from tests.support.trainer import FakeTrainer, eventually, new_save_id, save_all
 
 
 @pytest.fixture(autouse=True)
@@ -218,10 +218,13 @@ def test_a_command_that_no_rank_follows_ends(
 
 
 def test_an_agent_ends_a_save_that_lacks_the_part_of_its_rank(
-    trainers: list[FakeTrainer], root: Path
+    trainers: list[FakeTrainer], root: Path, other_node: Node
 ) -> None:
     """The rank has trained on; the others may wait for the save before they do."""
     heard, late = trainers
+    departed = other_node.trainer(root, 5, 6)
+    departed.stage(1, new_save_id())
+    departed.hang_up()
     run = heard.run
     assert run is not None
     assert heard.slab is not None
