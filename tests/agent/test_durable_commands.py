@@ -65,6 +65,11 @@ def test_the_command_gets_path_iteration_and_metrics_once_per_checkpoint(
         assert json.loads(metrics) == {"loss": 2.5}
     log = node.log(root).read_text()
     assert f"on_durable: {root}/iter_0000010/" in log
+    late = commands_of(node, root, command, 10.0)
+    late.add(PosixStore(root), Save(20, save_id))  # as a listing from before its end shows
+    eventually("the end of that work", lambda: not late.are_due())
+    assert len(lines(out)) == 2
+    late.close()
 
 
 def test_a_killed_agent_s_command_runs_again_and_its_checkpoint_stays(

@@ -165,6 +165,7 @@ def test_a_second_job_is_refused_and_a_restart_is_not(
     eventually("a renewal", lambda: renewed(root, run.name))
     eventually("the removal of commit records", lambda: ".record" not in str(names_in(root)))
     eventually("the history of the save", lambda: HISTORY in str(names_in(root)))
+    eventually("complete files", lambda: ".tmp" not in str(names_in(root)))
     before = names_in(root)
     with pytest.raises(OtherWriterError, match=run.name):
         other_node.trainer(root).open_run()

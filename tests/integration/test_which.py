@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.megatron_jobs import Result, differing, run_job, succeeded, tensors
-from tests.support.trainer import eventually, remove_tree
+from tests.support.trainer import copy_tree, eventually, remove_tree
 
 MODEL = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer"]
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -106,7 +106,7 @@ def test_memory_of_the_save_directory_is_named_if_another_one_is_loaded(
 ) -> None:
     """Also if the other one has no checkpoint of this package, so that nothing of it is loaded."""
     if is_there:
-        shutil.copytree(crashed / "save", crashed / "other")
+        copy_tree(crashed / "save", crashed / "other")
     flags = ["--save", str(crashed / "save"), "--load", str(crashed / "other")]
     job = [*MODEL, "--train-iters", "6", "--save-interval", "2", *flags]
     result = succeeded(run_job(crashed, "again", job, ranks=1))
@@ -116,7 +116,7 @@ def test_memory_of_the_save_directory_is_named_if_another_one_is_loaded(
 
 def test_weights_are_pretrained_if_no_save_in_memory_counts(crashed: Path) -> None:
     """Before, Megatron's own loader got this package's checkpoint, and knew no such format."""
-    shutil.copytree(crashed / "save", crashed / "pretrained")
+    copy_tree(crashed / "save", crashed / "pretrained")
     (crashed / "save" / TRACKER).unlink()
     flags = ["--save", str(crashed / "save"), "--load", str(crashed / "save")]
     flags += ["--pretrained-checkpoint", str(crashed / "pretrained")]
