@@ -232,8 +232,11 @@ class Checkpointer:
         """Note that `iteration` is trained; return whether `flashckpt save-now` wants it saved.
 
         Call it after every step, on all ranks; it costs microseconds. A rank may hear of a request
-        too late, so a loop must not wait for other ranks around such a save.
+        too late, so a loop must not wait for other ranks, or for the commit, after such a save:
+        always False under `wait: durable`.
         """
+        if self._config.wait == "durable":
+            return False
         return self._saves.link.save_requested(iteration)
 
     def wait_until_staged(self) -> None:

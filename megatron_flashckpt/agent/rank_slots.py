@@ -196,9 +196,10 @@ class RankSlots:
             if slot.header.state == SlotState.STAGING:
                 slot.set_header(EMPTY_HEADER)
 
-    def holds(self, save_id: str | None) -> bool:
-        """Return whether a slot holds `save_id`."""
-        return any(slot.header.save_id == save_id for slot in self.slab.slots)
+    def states(self, save_id: str) -> set[SlotState]:
+        """Return the states of the slots that hold `save_id`."""
+        headers = (slot.header for slot in self.slab.slots)
+        return {header.state for header in headers if header.save_id == save_id}
 
     def keep_only(self, history: History) -> list[Save]:
         """Empty the slots that are not of a history, unless they are being written.

@@ -27,6 +27,7 @@ from megatron_flashckpt.file_format.file_names import (
     parse_request_file,
     save_name,
 )
+from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class SaveRequests:
         """
         with self._node.changed:
             run, every_s = self._node.run, self._interval_s()
-            trained = max(self._trained(), default=0)
+            trained = max(map(_trained, self._of("" if run is None else run.name)), default=0)
         if run is None or not every_s or time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + every_s
@@ -137,11 +138,8 @@ class SaveRequests:
             logger.warning("a request to save would not be heard of: %s", trouble)
         self._trouble = trouble
 
-    def _trained(self) -> list[int]:
-        """Return what each rank of the newest run has trained; 0: unknown. Lock held."""
-        run = self._node.run
-        of_run = [rank for rank in self._node.ranks.values() if run and rank.run == run.name]
-        return [_trained(rank) for rank in of_run]
+    def _of(self, run: str) -> list[Trainer]:
+        return [rank for rank in self._node.ranks.values() if rank.run == run]
 
     def _end_missed(self, run: str, asked: list[int]) -> None:
         """End the requested saves that lack the part of a rank of this node, which heard too late.
@@ -149,30 +147,37 @@ class SaveRequests:
         Otherwise the ranks that have heard would wait for it, and it for them in its next step.
         """
         with self._node.changed:
-            trained = min(self._trained(), default=0)
+            known = [rank for rank in self._of(run) if rank.connection is not None and rank.slots]
+            trained = min(map(_trained, known), default=0)
         for iteration in asked:
             if not self._judged_until < iteration < trained:
                 continue
             save_id = save_name(run, first_sequence(iteration))
             late = self._without_part(run, save_id)
+            if late is None:
+                return
             if late:
                 reason = f"rank {late[0]} heard of the request too late"
                 failure = Failure(failed=reason, is_final=True)
                 propose_failure(self._node.store, iteration, save_id, failure)
             self._judged_until = iteration
 
-    def _without_part(self, run: str, save_id: str) -> list[int]:
-        """Return the ranks of this node that have begun no such save."""
+    def _without_part(self, run: str, save_id: str) -> list[int] | None:
+        """Return the ranks of this node that have made no such save, or for host memory only.
+
+        Returns None while copies are being made, which does not tell.
+        """
+        late = []
         with self._node.changed:
             pending = self._committer.pending.get(save_id)
-            return [
-                number
-                for number, rank in self._node.ranks.items()
-                if rank.run == run
-                and rank.connection is not None
-                and (pending is None or number not in pending.metas)
-                and not (rank.slots and rank.slots.holds(save_id))
-            ]
+            for number, rank in self._node.ranks.items():
+                states = set() if rank.slots is None else rank.slots.states(save_id)
+                if SlotState.STAGING in states:
+                    return None
+                has_part = states - {SlotState.KEPT} or (pending and number in pending.metas)
+                if rank.run == run and rank.connection is not None and not has_part:
+                    late.append(number)
+        return late
 
 
 def _trained(rank: Trainer) -> int:

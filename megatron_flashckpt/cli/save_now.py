@@ -145,14 +145,12 @@ def _await_end(run: _Run, iteration: int) -> None:
         except FlashCkptError as error:  # one more look at the files
             alive, ended_alive = None, error
         listed = [entry.name for entry in store.list(iteration_dir(iteration), sizes=False)]
-        for save_id in ends_in(listed):
-            ended = look(store, iteration, save_id) if run_of(save_id) == run.name else None
-            if ended is not None and ended.end is End.COMMITTED:
-                return
-            if ended is not None and ended.failure is not None:
-                raise SaveFailedError(
-                    f"iteration {iteration} was not saved: {ended.failure.failed}"
-                )
+        own = [save_id for save_id in ends_in(listed) if run_of(save_id) == run.name]
+        ends = [ended for save_id in own if (ended := look(store, iteration, save_id)) is not None]
+        if any(ended.end is End.COMMITTED for ended in ends):
+            return
+        if failures := [ended.failure for ended in ends if ended.failure is not None]:
+            raise SaveFailedError(f"iteration {iteration} was not saved: {failures[0].failed}")
         if alive is None:
             assert ended_alive is not None
             raise ended_alive

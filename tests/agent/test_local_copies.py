@@ -353,7 +353,7 @@ def test_another_copy_replaces_a_damaged_one(disk: Path, root: Path, slab: Slab)
     first = dataclasses.replace(first, otherwise=otherwise)
     slots = filled(0, [first], huge_pages=False)
     assert slots is not None
-    assert slots.holds(save_id)
+    assert slots.states(save_id)
     slots.slab.close()
 
 

@@ -15,11 +15,14 @@ import pytest
 
 from megatron_flashckpt.agent import alive, save_requests
 from megatron_flashckpt.agent.save_requests import Progress, SaveRequests
+from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.file_names import ALIVE, first_sequence, request_file, save_name
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Pace
+from megatron_flashckpt.waits import Wait
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
 from tests.support.trainer import FakeTrainer, eventually, new_save_id, save_all
@@ -123,6 +126,16 @@ def test_no_request_is_taken_that_could_part_the_ranks(
     link.close(leave=True)
 
 
+@pytest.mark.parametrize(("wait", "takes"), [("none", True), ("durable", False)])
+def test_a_loop_of_its_own_that_waits_for_commits_takes_no_request(
+    wait: Wait, *, takes: bool
+) -> None:
+    """The rank would wait in its save for a late one, which waits in the next step for it."""
+    link = SimpleNamespace(save_requested=lambda iteration: iteration == 5)
+    loop: Any = SimpleNamespace(_config=Config(wait=wait), _saves=SimpleNamespace(link=link))
+    assert Checkpointer.save_requested(loop, 5) == takes
+
+
 def test_a_trainer_asks_its_slab(node: Node, root: Path) -> None:
     link = NodeLink(str(root), 0, node.config())
     assert not link.save_requested(3), "there is no slab yet"
@@ -217,8 +230,9 @@ def test_a_command_that_no_rank_follows_ends(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keeps", [False, True], ids=["nothing", "a save in memory"])
 def test_an_agent_ends_a_save_that_lacks_the_part_of_its_rank(
-    trainers: list[FakeTrainer], root: Path, other_node: Node
+    trainers: list[FakeTrainer], root: Path, other_node: Node, *, keeps: bool
 ) -> None:
     """The rank has trained on; the others may wait for the save before they do."""
     heard, late = trainers
@@ -235,6 +249,8 @@ def test_an_agent_ends_a_save_that_lacks_the_part_of_its_rank(
     heard.slab.signals.trained = late.slab.signals.trained = 50
     time.sleep(0.5)
     assert heard.client.poll().finished == (), "the rank may be about to save"
+    if keeps:  # the memory interval comes at this iteration
+        assert late.keep(50, asked_name(trainers, 50)).error is None
     late.slab.signals.trained = 51
     assert heard.outcome().error == "rank 1 heard of the request too late"
     heard.slab.signals.trained = 51
