@@ -48,7 +48,7 @@ def first_after(asked: list[int], trained: int) -> int:
 
 
 class Progress:
-    """How far and how fast rank 0 trains, as a sign of life tells it."""
+    """Measures the iterations that rank 0 has trained, and the time of one."""
 
     def __init__(self) -> None:
         self._of: object = None

@@ -67,9 +67,9 @@ def run(args: argparse.Namespace, out: Console) -> int:
         raise FlashCkptError(
             f"{args.directory}: no job trains and saves there, so none can be asked; start the job"
         )
-    run_now = _Run(store, alive.run)
+    training = _Run(store, alive.run)
     with busy("measuring how long an iteration takes"):
-        alive = _measured(run_now)
+        alive = _measured(training)
     iteration = first_after(requests(store, alive.run), alive.trained)
     if iteration:  # a second request might come between the first one and its iteration
         say(out, f"iteration {iteration} is requested already")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
     if args.no_wait:
         return 0
     with busy(f"waiting for iteration {iteration}"):
-        _await_end(run_now, iteration)
+        _await_end(training, iteration)
     say(out, f"{iteration_dir(iteration)}: saved")
     return 0
 
@@ -138,12 +138,12 @@ def _await_end(run: _Run, iteration: int) -> None:
     """
     store = run.store
     passed_at: float | None = None
-    ended_alive: FlashCkptError | None = None
+    silence: FlashCkptError | None = None
     while True:
         try:
             alive = run.look(" without this save")
         except FlashCkptError as error:  # one more look at the files
-            alive, ended_alive = None, error
+            alive, silence = None, error
         listed = [entry.name for entry in store.list(iteration_dir(iteration), sizes=False)]
         own = [save_id for save_id in ends_in(listed) if run_of(save_id) == run.name]
         ends = [ended for save_id in own if (ended := look(store, iteration, save_id)) is not None]
@@ -152,8 +152,8 @@ def _await_end(run: _Run, iteration: int) -> None:
         if failures := [ended.failure for ended in ends if ended.failure is not None]:
             raise SaveFailedError(f"iteration {iteration} was not saved: {failures[0].failed}")
         if alive is None:
-            assert ended_alive is not None
-            raise ended_alive
+            assert silence is not None
+            raise silence
         has_begun = any(run_of(save_of(name) or "") == run.name for name in listed)
         if has_begun or alive.is_saving or alive.trained < iteration:
             passed_at = None
