@@ -16,7 +16,7 @@ from megatron_flashckpt.agent.incarnations import process_with
 from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, OtherWriterError
 from megatron_flashckpt.file_format.file_names import alive_file, run_file
 from megatron_flashckpt.file_format.run_object import RunObject, encode_run
-from megatron_flashckpt.storage.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 RUN, LATER = "000004-aaaa", "000005-bbbb"
 

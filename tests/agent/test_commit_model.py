@@ -39,8 +39,8 @@ from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, Storag
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import CommitRecord, Coordinates, encode_items
 from megatron_flashckpt.file_format.end import End, Failure, decode_failure, kind_of
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.store import Entry
+from tests.support.memory_store import MemoryStore
 
 SCHEDULES = int(os.environ.get("FLASHCKPT_EXAMPLES", "1000"))
 NODES = ((0, 1), (2,), (3,))

@@ -32,9 +32,9 @@ from megatron_flashckpt.file_format.commit_record import (
 )
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.save_cost import RankCost
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import RUN, SAVE_ID
+from tests.support.memory_store import MemoryStore
 
 RANKS = 64
 

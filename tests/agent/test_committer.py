@@ -28,8 +28,8 @@ from megatron_flashckpt.file_format.file_names import (
     shard_name,
 )
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from tests.support.checkpoints import persist
+from tests.support.memory_store import MemoryStore
 from tests.support.trainer import pieces_of
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")

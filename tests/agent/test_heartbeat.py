@@ -28,10 +28,10 @@ from megatron_flashckpt.file_format.file_names import (
     save_name,
 )
 from megatron_flashckpt.file_format.run_object import RunObject
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import ALSO_IN_A_BUCKET, Node
+from tests.support.memory_store import MemoryStore
 from tests.support.stored import names_in
 from tests.support.trainer import eventually, is_alive, remove_tree
 

@@ -11,8 +11,8 @@ from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.memory.slot import SlotState
-from megatron_flashckpt.storage.memory_store import MemoryStore, MemoryWriter
 from tests.agent.conftest import Node
+from tests.support.memory_store import MemoryStore, MemoryWriter
 from tests.support.trainer import content, new_save_id
 
 

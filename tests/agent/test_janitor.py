@@ -52,10 +52,10 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, encode_run
 from megatron_flashckpt.file_format.seal import seal
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_files import parse_temporary_name, temporary_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry, Store
+from tests.support.memory_store import MemoryStore
 
 DEADLINE_S = 100.0
 WORLD = 2

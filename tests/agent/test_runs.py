@@ -19,8 +19,8 @@ from megatron_flashckpt.catalog.lineage import NOTHING, Save, Tracked
 from megatron_flashckpt.errors import AlreadyExistsError, OtherWriterError, StorageError
 from megatron_flashckpt.file_format.file_names import ALIVE, TRACKER, alive_file, run_file
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from tests.agent.test_alive import Clock, clock, elsewhere, no_agent  # noqa: F401, a fixture
+from tests.support.memory_store import MemoryStore
 
 ME = os.getpid()
 

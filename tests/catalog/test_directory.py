@@ -26,8 +26,8 @@ from megatron_flashckpt.file_format.run_object import (
     encode_run,
 )
 from megatron_flashckpt.file_format.seal import seal
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.opening import open_store
+from tests.support.memory_store import MemoryStore
 
 
 class CountingStore(MemoryStore):

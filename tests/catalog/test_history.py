@@ -15,8 +15,8 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.file_names import HISTORY, event_name, save_name
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost, combine
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.support.memory_store import MemoryStore
 
 RUN = "000002-abcd"
 

@@ -36,7 +36,7 @@ from megatron_flashckpt.file_format.end import Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import RELEASE, TRACKED, TRACKER
 from megatron_flashckpt.file_format.run_object import Ancestor, Ancestors, RunObject, encode_run
 from megatron_flashckpt.file_format.seal import seal
-from megatron_flashckpt.storage.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 EXAMPLES = int(os.environ.get("FLASHCKPT_EXAMPLES", "200"))
 #: Seconds after which every node sees a name.

@@ -47,9 +47,9 @@ from megatron_flashckpt.load.named_checkpoint import (
 )
 from megatron_flashckpt.load.offers import HeldSave
 from megatron_flashckpt.load.storage_source import open_stored
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import make
+from tests.support.memory_store import MemoryStore
 
 DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")
 RUN = run_name(1, "aaaa")

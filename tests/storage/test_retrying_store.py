@@ -17,10 +17,10 @@ import xxhash
 from megatron_flashckpt.error_classes import TABLE
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError, is_damage
 from megatron_flashckpt.storage import retrying_store
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.retrying_store import RetryingStore, load_patience_s
 from megatron_flashckpt.storage.scatter_read import BLOCK_NBYTES, KeptFiles
+from tests.support.memory_store import MemoryStore
 
 PASSING = sorted(number for number, of in TABLE.items() if of.may_pass)
 CONTENT = random.Random(1).randbytes(3 * BLOCK_NBYTES + 100)

@@ -19,13 +19,13 @@ import pytest
 
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage import retrying_store
-from megatron_flashckpt.storage.memory_store import MemoryStore
 from megatron_flashckpt.storage.object_store import ObjectStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.storage.scatter_read import KeptFiles
 from megatron_flashckpt.storage.store import Entry, Store
 from megatron_flashckpt.storage.store_probe import probe_store
+from tests.support.memory_store import MemoryStore
 from tests.support.object_server import DROP, LOSE, SLOW_DOWN
 
 

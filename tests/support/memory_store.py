@@ -1,4 +1,4 @@
-"""A store in a dictionary, for tests and for models of the commit."""
+"""A store in a dictionary, for tests of the catalog and for models of the commit."""
 
 from __future__ import annotations
 
