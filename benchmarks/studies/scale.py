@@ -122,10 +122,6 @@ class CountingStore(PosixStore):
         self.requests["list"] += 1
         return super().list(directory, sizes=sizes)
 
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        self.requests["present"] += 1
-        return super().present(directory, names)
-
     def delete(self, names: Iterable[str]) -> None:
         names = builtins.list(names)
         self.requests["delete"] += len(names)

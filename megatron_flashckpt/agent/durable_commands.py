@@ -49,11 +49,6 @@ def announce(store: Store, save: Save) -> None:
         store.create(_mark(save), b"")
 
 
-def _is_due(store: Store, save: Save) -> bool:
-    name = due_name(save.save_id)
-    return name in store.present(iteration_dir(save.iteration), [name])
-
-
 def forget_due(store: Store, save: Save) -> None:
     """Note that the command of a save has ended, or is not wanted any more."""
     store.delete([_mark(save)])
@@ -107,7 +102,7 @@ class DurableCommands:
     def _run_for(self, store: Store, save: Save) -> None:
         try:
             # A listing from before the command's end may have had it taken up again.
-            if _is_due(store, save) and self._has_ended(store, save):
+            if store.stat(_mark(save)) is not None and self._has_ended(store, save):
                 forget_due(store, save)
         except FileNotFoundError:  # removed by hand meanwhile
             logger.info("iteration %d is gone: its command is not run", save.iteration)

@@ -185,13 +185,10 @@ def is_recorded(store: Store, iteration: int, save_id: str, rank: int, world_siz
 
 def look(store: Store, iteration: int, save_id: str) -> Ended | None:
     """Return the end of a save, as storage shows it now; None: it has none yet."""
-    directory, name = file_names.iteration_dir(iteration), file_names.end_name(save_id)
-    # `present` asks the file system's server, which knows names made a moment ago.
-    if name not in store.present(directory, [name]):
-        return None
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.end_name(save_id)}"
     try:
-        head = store.get(f"{directory}/{name}", 0, ends.FAILED_NBYTES)
-    except FileNotFoundError:  # removed meanwhile, after all nodes could read it
+        head = store.get(name, 0, ends.FAILED_NBYTES)
+    except FileNotFoundError:
         return None
     return _ended(head, is_durable=False)
 

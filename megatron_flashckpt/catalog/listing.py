@@ -96,7 +96,7 @@ def save_directory(directory: str) -> RetryingStore:
         )
     parent, _, name = store.place.rpartition("/")
     iteration = file_names.parse_iteration_dir(name)
-    if iteration is not None and not store.present("", [file_names.TRACKER]):
+    if iteration is not None and store.stat(file_names.TRACKER) is None:
         raise NotCommittedError(
             f"{directory}: is one checkpoint; give its save directory: "
             f"{parent} --iteration {iteration}"

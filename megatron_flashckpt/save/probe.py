@@ -87,13 +87,11 @@ def _await(store: Store, names: Sequence[str | None], wait_s: float) -> float:
     Raises:
         StorageError: names the ranks whose files were not seen within `wait_s`.
     """
-    expected = {
-        name.removeprefix(f"{PROBES}/"): rank for rank, name in enumerate(names) if name is not None
-    }
+    expected = {name: rank for rank, name in enumerate(names) if name is not None}
     began = time.monotonic()
     pause_s, longest_s = _POLL_S
     while True:
-        present = _within(_ANSWER_S, lambda: store.present(PROBES, expected), store)
+        present = _within(_ANSWER_S, lambda: _present(store), store)
         waited_s = time.monotonic() - began
         missing = sorted(rank for name, rank in expected.items() if name not in present)
         if not missing:

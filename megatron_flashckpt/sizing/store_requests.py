@@ -68,11 +68,12 @@ def of_a_save(
     """
     asked = waiting_s / longest_pause_s
     return Requests(
-        # An upload begins and ends with a request of its own. A node creates one record and lists
-        # four times at least; the committing node puts five names and lists seven times.
-        writes=ranks * (parts + 2) + nodes * (5 + asked) + 12,
-        # The committing node looks at each shard and reads each record; all nodes read the end.
-        reads=ranks + 5 * nodes + 4,
+        # An upload begins and ends with a request of its own. A node creates one record; the
+        # committing node puts five names and lists seven times.
+        writes=ranks * (parts + 2) + nodes + 12,
+        # The committing node looks at each shard and reads each record; all nodes ask for the end
+        # four times at least, and read it.
+        reads=ranks + nodes * (9 + asked) + 4,
     )
 
 

@@ -150,12 +150,6 @@ class ObjectStore:
                 entries[name] = Entry(name, stored["size"] if sizes else -1, "file")
         return sorted(entries.values())
 
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        names = list(names)
-        for name in names:
-            self._check(f"{directory}/{name}" if directory else name)
-        return {entry.name for entry in self.list(directory, sizes=False)}.intersection(names)
-
     # ------------------------------------------------------------------ writes
 
     def put(self, name: str, data: bytes) -> None:

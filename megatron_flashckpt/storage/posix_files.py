@@ -140,14 +140,6 @@ def read_at(fd: int, offset: int, nbytes: int | None) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def is_in(directory_fd: int, name: str) -> bool:
-    try:
-        os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def sync_directory(path: Path) -> None:
     """Make a new directory entry durable, where the file system can fsync a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -17,7 +17,6 @@ from megatron_flashckpt.storage.advice import FILES
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix_files import (
-    is_in,
     link_file,
     open_nofollow,
     parse_temporary_name,
@@ -51,7 +50,7 @@ class PosixStore:
 
     advice = FILES
     in_order = False
-    # Each look is an open and a lookup at a metadata server, which is busy with shards meanwhile.
+    # Each look is two opens at a metadata server, which is busy with shards meanwhile.
     pace = Pace(shortest_s=0.02, longest_s=1.0, most_per_s=5_000)
 
     def __init__(self, root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> None:
@@ -113,15 +112,6 @@ class PosixStore:
                 return []
             look = _sized if sizes else _unsized
             return sorted(filter(None, for_all(look, found)))
-
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        path = self._directory(directory)
-        names = [self._path(f"{directory}/{name}" if directory else name).name for name in names]
-        with storage_errors(path, "look at"):
-            try:
-                return _fresh(path, lambda fd: {name for name in names if is_in(fd, name)})
-            except FileNotFoundError:
-                return set()
 
     # ------------------------------------------------------------------ writes
 

@@ -162,10 +162,6 @@ class RetryingStore:
     def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
         return self.with_retries(lambda: self._store.list(directory, sizes=sizes))
 
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        wanted = tuple(names)
-        return self.with_retries(lambda: self._store.present(directory, wanted))
-
     def delete(self, names: Iterable[str]) -> None:
         wanted = tuple(names)
         self.with_retries(lambda: self._store.delete(wanted))

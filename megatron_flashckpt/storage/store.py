@@ -139,13 +139,6 @@ class Store(Protocol):
             sizes: False spares a file system one request per entry; `nbytes` is then -1.
         """
 
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        """Return those of `names` that are in `directory` ("": the root), as other nodes see it.
-
-        A file system does not list the directory: thousands of nodes ask for thousands of names
-        each. A bucket does, because one request lists more names than another one asks for.
-        """
-
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, then their directories if these are empty; never the root.
 

@@ -19,7 +19,7 @@ import math
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -215,6 +215,8 @@ class View:
         self._may_call = True
         self._fault: Fault | None = None
         self._harms = 0
+        #: Names that a create has met: the server has told this node of them.
+        self._met: set[str] = set()
         #: A name that does not become durable at once when it is created.
         self.fails_to_sync = ""
 
@@ -250,10 +252,12 @@ class View:
 
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         def get() -> bytes:
-            # Only records are read because a listing has shown them.
-            wavers = is_record(name)
-            visible = self._storage.visible(self._node, wavers=True).objects
-            if name not in (visible if wavers else self._storage.names):
+            # Records are read because a listing has shown them; ends are looked for by name.
+            visible: Container[str] = self._storage.names
+            if is_record(name) or (name == END and name not in self._met):
+                wavers = is_record(name)
+                visible = self._storage.visible(self._node, wavers=wavers).objects
+            if name not in visible:
                 raise FileNotFoundError(errno.ENOENT, "does not exist", name)
             return self._storage.names[name].data[
                 offset : None if nbytes is None else offset + nbytes
@@ -263,7 +267,15 @@ class View:
 
     def create(self, name: str, data: bytes) -> None:
         harms = self._storage.harms if self._is_free else self._harms
-        self._call(lambda: self._storage.create(name, data, self._node, harms))
+
+        def create() -> None:
+            try:
+                self._storage.create(name, data, self._node, harms)
+            except AlreadyExistsError:
+                self._met.add(name)
+                raise
+
+        self._call(create)
         self.make_durable(name)
 
     def make_durable(self, name: str) -> None:
@@ -283,9 +295,6 @@ class View:
 
     def stat(self, name: str) -> Entry | None:
         return self._call(lambda: self._storage.visible(self._node).stat(name))
-
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        return self._call(lambda: self._storage.visible(self._node).present(directory, names))
 
     def delete(self, names: Iterable[str]) -> None:
         names = builtins.list(names)

@@ -184,7 +184,7 @@ class _Counting(MemoryStore):
         self.requests: collections.Counter[str] = collections.Counter()
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("get", "put", "create", "stat", "list", "present", "delete"):
+        if name in ("get", "put", "create", "stat", "list", "delete"):
             object.__getattribute__(self, "requests")[name] += 1
         return object.__getattribute__(self, name)
 

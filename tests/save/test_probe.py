@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import errno
 import json
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from megatron_flashckpt.storage import posix_store
 from megatron_flashckpt.storage.object_store import ObjectStore
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.posix_writer import PosixWriter
+from megatron_flashckpt.storage.store import Entry
 from tests.support.forked.nursery import call_in_ranks
 from tests.support.trainer import eventually
 
@@ -37,11 +38,11 @@ class _RefusingStore(PosixStore):
             raise StorageError(errno.EPERM, class_of(errno.EPERM).remedy)
         super().create(name, data)
 
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        wanted = list(names)
-        if self.refused == "see" and len(wanted) > 1:
-            return {name for name in super().present(directory, wanted) if "00000" in name}
-        return super().present(directory, wanted)
+    def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
+        entries = super().list(directory, sizes=sizes)
+        if self.refused == "see" and not sizes:
+            return [entry for entry in entries if "00000" in entry.name]
+        return entries
 
 
 def check(store: PosixStore, wait_s: float = 60.0) -> None:

@@ -426,20 +426,6 @@ def test_list_returns_the_direct_entries_of_a_directory(backend):
 def test_a_directory_that_does_not_exist_is_empty(backend):
     for directory in ("", "absent", "absent/too"):
         assert backend.store.list(directory) == []
-        assert backend.store.present(directory, ["x"]) == set()
-
-
-def test_present_returns_the_names_that_exist_now(backend):
-    names = ["a", "b", "c"]
-    backend.plant("iter_1/a", b"")
-    backend.plant("iter_1/c/inside", b"")
-    backend.plant("b", b"")
-    assert backend.store.present("iter_1", iter(names)) == {"a", "c"}
-    backend.plant("iter_1/b", b"")
-    backend.store.delete(["iter_1/a"])
-    assert backend.store.present("iter_1", names) == {"b", "c"}
-    assert backend.store.present("iter_1", []) == set()
-    assert backend.store.present("", names) == {"b"}
 
 
 # ---------------------------------------------------------------------- delete
@@ -555,11 +541,9 @@ def test_an_abandoned_or_finished_writer_takes_no_more_bytes(backend):
         lambda store, name: store.stat(name),
         lambda store, name: store.delete(["a/b", name]),
         lambda store, name: store.make_durable(name),
-        lambda store, name: store.present(name or "..", ["b"]),  # "" would be the root
-        lambda store, name: store.present("a", [name]),
         lambda store, name: store.list(name or ".."),  # "" would be the root
     ],
-    ids="put create writer get get_into stat delete make_durable present-in present list".split(),
+    ids="put create writer get get_into stat delete make_durable list".split(),
 )
 def test_a_name_outside_the_root_is_refused(backend, tmp_path, operation):
     backend.plant("a/b", b"stays")

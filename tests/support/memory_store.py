@@ -126,12 +126,6 @@ class MemoryStore:
                     entries[base] = Entry(base, nbytes if sizes else -1, kind)
         return sorted(entries.values())
 
-    def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        names = list(names)
-        for name in names:
-            check_name(f"{directory}/{name}" if directory else name, self._place)
-        return {entry.name for entry in self.list(directory, sizes=False)}.intersection(names)
-
     def delete(self, names: Iterable[str]) -> None:
         names = list(names)
         for name in names:
