@@ -410,8 +410,17 @@ class Committer:
             history = self._counting_history(save)
         if history is None:
             return
+        meta = save.metas[0]
         self._janitor.after_commit(
-            CommittedSave.of(save.store, save.save, save.metas[0], previous, history)
+            CommittedSave(
+                store=save.store,
+                iteration=save.iteration,
+                save_id=save.save_id,
+                history=history,
+                rules=meta.retention,
+                retain_interval=meta.retain_interval,
+                previous=previous,
+            )
         )
 
     def _remove_own(self, save: PendingSave) -> None:

@@ -51,7 +51,6 @@ from megatron_flashckpt.file_format.end import (
     kind_of,
 )
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
-from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.store import Store
 
@@ -78,36 +77,11 @@ class CommittedSave:
     iteration: int
     save_id: str
     history: History
-    """History of the newest run, whose rank 0 this agent has."""
+    """History of the newest run, whose rank 0 this agent has; the save may be of an earlier run."""
     rules: Retention
     retain_interval: int | None
     previous: int | None
     """The iteration that the tracker has passed with this save; see `track.moved_tracker`."""
-
-    @classmethod
-    def of(
-        cls,
-        store: Store,
-        save: Save,
-        meta: SlotMeta,
-        previous: int | None,
-        history: History | None = None,
-    ) -> CommittedSave:
-        """Return the facts of a save that this agent has committed.
-
-        Args:
-            meta: of rank 0.
-            history: of the newest run, which may be a later one than that of the save.
-        """
-        return cls(
-            store=store,
-            iteration=save.iteration,
-            save_id=save.save_id,
-            history=history or History(save.run, meta.ancestors),
-            rules=meta.retention,
-            retain_interval=meta.retain_interval,
-            previous=previous,
-        )
 
 
 class _OvertakenError(FlashCkptError):
