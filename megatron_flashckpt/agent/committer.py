@@ -352,21 +352,16 @@ class Committer:
         if end is End.FAILED:
             # Free the space before trainers learn the result: on a full disk the next save needs
             # it.
-            self._remove_own(save)
+            remove_own(save.store, save.iteration, save.save_id, frozenset(save.metas))
         traced = self._node.traces.recording(save.iteration, save.save_id, None)
         with traced, phase("report result"), self._node.changed:
-            written = set(save.core.durable)
             if end is End.FAILED:
                 self._ended[save.staged_as] = save.save_id
                 while len(self._ended) > _FAILURES_KNOWN:
                     del self._ended[next(iter(self._ended))]
             self._conclude(save, failure)
-            is_late = save.core.durable != written
         self._enter_into_history(save, failure)
         self._node.traces.write(save.save_id)
-        if end is End.FAILED and is_late:
-            # These shards were written while the others were being removed.
-            self._remove_own(save)
         if end is End.COMMITTED and failure is None:
             self._tidy_after(save, previous)
 
@@ -423,11 +418,12 @@ class Committer:
             )
         )
 
-    def _remove_own(self, save: PendingSave) -> None:
-        remove_own(save.store, save.iteration, save.save_id, frozenset(save.metas))
-
     def remove_late(self, save: PendingSave, number: int) -> None:
-        """Delete the shard of a rank that was written after its save had failed."""
+        """Delete the shard of a rank that was written after its save had failed.
+
+        Called after the shard was reported. If the end is not known by then, `_finish` finds the
+        shard.
+        """
         with self._node.changed:
             must_go = save.core.has_failed
         if must_go:
