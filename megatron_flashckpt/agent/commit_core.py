@@ -90,12 +90,7 @@ class Ended:
     end: End
     failure: Failure | None = None
     is_durable: bool = False
-    """True if this node has created the name, so that it survives a power loss."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MadeDurable:
-    """The name of the end survives a power loss."""
+    """True if this node has created the name or made it durable, so a power loss spares it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,18 +110,7 @@ class Trouble:
     """True if only a person can remove the cause."""
 
 
-Observation = (
-    Joined
-    | Connected
-    | Durable
-    | GivenUp
-    | Recorded
-    | Looked
-    | Ended
-    | MadeDurable
-    | Unseen
-    | Trouble
-)
+Observation = Joined | Connected | Durable | GivenUp | Recorded | Looked | Ended | Unseen | Trouble
 
 
 # ---------------------------------------------------------------------- actions
@@ -180,8 +164,10 @@ class Fail:
 class MakeDurable:
     """Make the name of the end, which another agent has created, survive a power loss.
 
-    Answer: `MadeDurable` or `Trouble`.
+    Answer: the same `Ended`, which is durable, or `Trouble`.
     """
+
+    ended: Ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,9 +323,6 @@ class CommitCore:
             case Ended():
                 self._end = seen
                 self._at_once(now)
-            case MadeDurable():
-                assert self._end is not None
-                self._end = dataclasses.replace(self._end, is_durable=True)
             case Unseen(text):
                 self._unseen_since = self._unseen_since or now
                 if now - self._unseen_since > PATIENCE_S:
@@ -391,7 +374,7 @@ class CommitCore:
         if now < self._next_at:
             return Wait(self._next_at)
         if self._end is not None:
-            return MakeDurable()
+            return MakeDurable(self._end)
         if self._failure is not None:
             return Fail(self._failure, frozenset(self.ranks - self._proposed))
         unrecorded = self.durable - self._recorded

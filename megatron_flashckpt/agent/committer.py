@@ -6,6 +6,7 @@ asked while it is held.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import random
@@ -303,9 +304,9 @@ class Committer:
             case core.Fail(failure, discarded):
                 remove_own(store, iteration, save_id, discarded)
                 return proposals.propose_failure(store, iteration, save_id, failure)
-            case core.MakeDurable():
+            case core.MakeDurable(ended):
                 store.make_durable(save.end)
-                return core.MadeDurable()
+                return dataclasses.replace(ended, is_durable=True)
             case _:
                 raise AssertionError(action)
 
