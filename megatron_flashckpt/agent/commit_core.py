@@ -243,11 +243,6 @@ class CommitCore:
         return self._end is not None and not self._end.is_durable
 
     @property
-    def recorded(self) -> frozenset[int]:
-        """Ranks of this node whose records may be in storage."""
-        return frozenset(self._proposed)
-
-    @property
     def holds_rank_0(self) -> bool:
         """Return whether this node may propose a manifest."""
         return 0 in self.ranks
@@ -370,7 +365,8 @@ class CommitCore:
                 failed=reason, is_final=True, was_interrupted=True
             )
         if self._is_given_up(now, has_expired=has_expired):
-            return self._concluded_blind()
+            end = self._end
+            return Conclude(None, self._failure) if end is None else Conclude(end.end, end.failure)
         if now < self._next_at:
             return Wait(self._next_at)
         if self._end is not None:
@@ -402,18 +398,13 @@ class CommitCore:
     def _is_given_up(self, now: float, *, has_expired: bool) -> bool:
         """Return whether storage has failed for so long that this node does not wait for the end.
 
-        The end may exist. So nothing is removed, and a later commit closes the save.
+        The end may exist. So nothing is removed, and a later commit closes the save. If the end is
+        known, only its durability is not.
         """
         if self._trouble is None or (self._failure is None and self._end is None):
             return False
         patience_s = 2 * PATIENCE_S if self._trouble.may_pass else _LASTING_S
         return has_expired or now - self._troubled_since > patience_s
-
-    def _concluded_blind(self) -> Conclude:
-        if self._end is not None:  # only its durability is unknown
-            return Conclude(self._end.end, self._end.failure)
-        assert self._failure is not None
-        return Conclude(None, self._failure)
 
     def gave_up(self) -> str:
         """Return the error of a save that was not committed in time."""
