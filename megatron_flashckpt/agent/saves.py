@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ from megatron_flashckpt.agent.shard_writer import (
     slot_shard,
     stored_digests,
 )
+from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.agent.write_limits import lower_priority
 from megatron_flashckpt.error_classes import will_last
 from megatron_flashckpt.errors import (
@@ -55,21 +57,18 @@ class Saves:
         self._node = node
         self._committer = committer
         self.digester = Digester(node)
-        self._make_pools()
+        self._pool = self._new_pool()
+        #: Reads digests from storage. Loads wait for these, so they must not wait for shards.
+        self._stored_digests = Worker("stored-digests", "the digests of a shard were not read")
         #: The last attempt, after the last trainer had left, by the id in the slots.
         self._attempts: dict[str, PendingSave] = {}
 
-    def _make_pools(self) -> None:
+    def _new_pool(self) -> concurrent.futures.ThreadPoolExecutor:
         options = self._node.options
-        self._pools_of = (options.persist_threads, options.writer_nice)
-
-        def pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
-            nice = options.writer_nice
-            return concurrent.futures.ThreadPoolExecutor(threads, name, lower_priority, (nice,))
-
-        self._pool = pool(options.persist_threads, "persist")
-        # Loads wait for digests, which must not wait for shards: those take minutes.
-        self._digest_pool = pool(1, "stored-digests")
+        self._pool_of = (options.persist_threads, options.writer_nice)
+        return concurrent.futures.ThreadPoolExecutor(
+            options.persist_threads, "persist", lower_priority, (options.writer_nice,)
+        )
 
     def configure(self, number: int, settings: AgentSettings) -> tuple[str, ...]:
         """Apply the settings of a rank's run; return the changed ones. The caller holds the lock.
@@ -80,23 +79,21 @@ class Saves:
         if changed:
             logger.info("rank %d: settings changed: %s", number, ", ".join(changed))
             self._node.changed.notify_all()
-        if self._pools_of != (self._node.options.persist_threads, self._node.options.writer_nice):
-            former = (self._pool, self._digest_pool)
-            self._make_pools()
+        if self._pool_of != (self._node.options.persist_threads, self._node.options.writer_nice):
+            former, self._pool = self._pool, self._new_pool()
+            former.shutdown(wait=False)
             self.digester.configure()
-            for pool in former:
-                pool.shutdown(wait=False)
         return changed
 
     def close(self) -> None:
         """End the threads, except those that storage blocks."""
         self.digester.close()
         if not self._committer.pending and not self._node.is_stuck():
-            for pool in (self._pool, self._digest_pool):
-                # Only removals and digests are left, and storage may block them for ever.
-                ending = threading.Thread(target=pool.shutdown, daemon=True)
-                ending.start()
-                ending.join(_END_S)
+            # Only removals and digests are left, and storage may block them for ever.
+            ending = threading.Thread(target=self._pool.shutdown, daemon=True)
+            ending.start()
+            ending.join(_END_S)
+            self._stored_digests.close(_END_S)
 
     def described(self, number: int, index: int) -> tuple[Slot, SlotHeader, bytes] | None:
         """Return a staged slot, its header and its encoded description; None if it is not staged.
@@ -179,7 +176,9 @@ class Saves:
         for slot, info in slots.undigested():
             if slot.header.state == SlotState.DURABLE:
                 info.awaits_digests = True
-                self._digest_pool.submit(self._look_up_digests, number, slots, slot.header, info)
+                self._stored_digests.add(
+                    functools.partial(self._look_up_digests, number, slots, slot.header, info)
+                )
 
     def _look_up_digests(
         self, number: int, slots: RankSlots, header: SlotHeader, info: SlotInfo
@@ -203,14 +202,12 @@ class Saves:
         slot: Slot,
         header: SlotHeader,
         meta: SlotMeta | None = None,
-        known: tuple[str, ...] | None = None,
     ) -> None:
         """Copy a slot to this node's own disk, if the settings say so. Never raises.
 
         Args:
             header: of the slot when it was accepted; a memory-only slot may be overwritten since.
             meta: description of the save; None: read it from the slot.
-            known: digests that the slot must have; None: those that are known by then.
         """
         copies = self._node.local_copies
         if not copies.are_made:
@@ -223,7 +220,7 @@ class Saves:
             threads=threads,
             history=history,
             ranks=ranks,
-            known=lambda: known or info.digests,
+            known=lambda: info.digests,
         )
         if digests is not None:
             with self._node.changed:
@@ -245,6 +242,8 @@ class Saves:
         try:
             shard = self._made_durable(number, slot, header, info, save)
             if shard is not None:
+                with self._node.changed:
+                    info.digests = shard.digests or info.digests
                 seen = core.Durable(number, is_recorded=shard.record is None)
         except Exception as failure:  # any failure must be reported to the trainers
             seen = core.GivenUp(Failure(failed=shown_error(failure), lasts=will_last(failure)))
@@ -257,13 +256,12 @@ class Saves:
             )
         seconds = time.monotonic() - started
         if is_inherited:
-            self._keep_local(*to_copy, None if shard is None else shard.digests)
+            self._keep_local(*to_copy)
         with self._node.changed:
             info.persisting = False
+            if shard is not None and shard.record is not None:
+                save.records[number] = shard.record
             if shard is not None:
-                info.digests = shard.digests or info.digests
-                if shard.record is not None:
-                    save.records[number] = shard.record
                 logger.info(
                     "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",
                     *(number, save.iteration, header.data_nbytes, seconds),
