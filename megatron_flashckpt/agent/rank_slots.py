@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotHeader, SlotState
@@ -36,6 +37,8 @@ class SlotInfo:
     digests: tuple[str, ...] | None = None
     awaits_digests: bool = False
     """The digests are being computed, or read from storage: then the memory may have changed."""
+    descriptor: SlotDescriptor | None = None
+    """What other nodes need to rebuild the slot, once it was read to be sent to them."""
     recovered: bool = False
     """The slot came from other nodes."""
     is_final: bool = False

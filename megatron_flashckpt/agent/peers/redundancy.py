@@ -53,11 +53,9 @@ class Redundancy:
             AgentError: the address is not one of this node, or the port is taken.
         """
         self._own = own
-        self._threads = request.threads
         self._identity = request.identity or new_identity()
         #: True if this agent replaces another one, whose holdings are lost.
         self._is_successor = request.identity is not None
-        self._host = request.host
         self._context = new_context(request.threads)
         self._holdings = Holdings(self._gave_up)
         try:
@@ -67,19 +65,15 @@ class Redundancy:
         except BaseException:
             self._context.term()
             raise
+        self.opened = PeersOpened(self._identity, request.host, self._server.port, request.threads)
+        """Address of this agent for agents of other nodes, and its keys."""
         self._lock = threading.Lock()
         self._plan: JoinPeers | None = None
         self._topology = Topology("copy", 2, ())
         self._links: dict[tuple[int, int], Link] = {}
-        self._descriptors: dict[tuple[int, str], SlotDescriptor] = {}
         # One thread, so that digests take at most one core from training.
         self._descriptor_thread = concurrent.futures.ThreadPoolExecutor(1, "label")
         self._askers = concurrent.futures.ThreadPoolExecutor(request.threads, "ask again")
-
-    @property
-    def opened(self) -> PeersOpened:
-        """Address of this agent for agents of other nodes, and its keys."""
-        return PeersOpened(self._identity, self._host, self._server.port, self._threads)
 
     def join(self, plan: JoinPeers) -> None:
         """Admit the agents of these nodes, and send to them from now on."""
@@ -134,7 +128,7 @@ class Redundancy:
                     return
                 position = plan.nodes[plan.me].ranks.index(rank)
                 for share in self._topology.shares(plan.me)[rank]:
-                    link = self._link(plan, share.holder, position % self._threads)
+                    link = self._link(plan, share.holder, position % self.opened.threads)
                     link.put(SendRequest(slots.slab, index, descriptor, share.part))
         except Exception:  # nobody asks for this thread's result
             logger.exception(
@@ -152,28 +146,15 @@ class Redundancy:
 
     def _descriptor(self, rank: int, slots: RankSlots, index: int) -> SlotDescriptor | None:
         """Return the cached descriptor of a slot; None if the slot was overwritten meanwhile."""
-        in_slots = {
-            (other, slot_bytes.header_of(rank_slots.slab, number).save_id)
-            for other, rank_slots in self._own().items()
-            for number in range(len(rank_slots.infos))
-        }
-        key = (rank, slot_bytes.header_of(slots.slab, index).save_id)
-        with self._lock:
-            self._descriptors = {
-                held: descriptor
-                for held, descriptor in self._descriptors.items()
-                if held in in_slots
-            }
-            if key in self._descriptors:
-                return self._descriptors[key]
         info = slots.infos[index]
+        if info.descriptor is not None:
+            return info.descriptor
         descriptor = slot_bytes.descriptor_of(rank, slots.slab, index, info.digests)
         if descriptor is None or slots.infos[index] is not info:
             return None
         # One reading serves both: this copy, and the offer of the slot after a restart.
         info.digests = info.digests or descriptor.digests
-        with self._lock:
-            self._descriptors[rank, descriptor.save_id] = descriptor
+        info.descriptor = descriptor
         return descriptor
 
     def resume_from(self, rank: int, save_id: str | None, history: History) -> None:
@@ -250,11 +231,9 @@ class Redundancy:
         slots = self._own().get(rank)
         if slots is None:
             return
-        for index in range(len(slots.infos)):
-            save_id = slot_bytes.header_of(slots.slab, index).save_id
-            with self._lock:
-                descriptor = self._descriptors.get((rank, save_id))
-            if descriptor is not None and slot_bytes.holds(slots.slab, index, save_id):
+        for index, info in enumerate(slots.infos):
+            descriptor = info.descriptor
+            if descriptor and slot_bytes.holds(slots.slab, index, descriptor.save_id):
                 yield slots, index, descriptor
 
     def _find(self, rank: int) -> m.Found:
