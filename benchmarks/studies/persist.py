@@ -89,7 +89,7 @@ class Rank:
 
     def save(self, iteration: int, save_id: str) -> None:
         """Send the "staged" message for a slot."""
-        index = self.client.acquire(iteration, save_id, 60.0)
+        index = self.client.acquire(60.0)
         slot, meta = self._slab.slots[index], self._meta(iteration)
         header = SlotHeader(SlotState.STAGING, iteration, save_id, len(meta), self.nbytes)
         slot.set_header(header)

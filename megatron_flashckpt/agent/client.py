@@ -218,13 +218,13 @@ class AgentClient:
         """Report the run that this rank belongs to; slots of other histories are emptied."""
         self._ask(p.OpenRun(run), p.Done)
 
-    def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
+    def acquire(self, wait_s: float = 0.0) -> int:
         """Return a slot to stage into, or -1 if none became free in time.
 
         Raises:
             SaveFailedError: storage hangs, so that no slot will become free.
         """
-        granted = self._ask(p.Acquire(iteration, save_id, wait_s), p.Granted, None, wait_s)[0]
+        granted = self._ask(p.Acquire(wait_s), p.Granted, None, wait_s)[0]
         if granted.hung_s:
             raise SaveFailedError(
                 "all slots of this rank hold checkpoints that are still being written, one for "

@@ -15,7 +15,7 @@ from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -63,10 +63,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     pid: int
-    root: str
-    former_pid: int = 0
+    former_pid: int
     """Earlier process of this rank that still runs and is no longer served; 0: none."""
-    facts: AgentFacts | None = None
+    facts: AgentFacts
 
 
 class AttachSlab(msgspec.Struct, frozen=True, tag=True):
@@ -131,9 +130,7 @@ class OpenRun(msgspec.Struct, frozen=True, tag=True):
 class Acquire(msgspec.Struct, frozen=True, tag=True):
     """Requests a slot to stage into; waits up to `wait_s` for one. Reply: Granted."""
 
-    iteration: int
-    save_id: str
-    wait_s: float = 0.0
+    wait_s: float
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

@@ -124,8 +124,7 @@ class TrainerConnections:
             else:
                 self._begin_incarnation(hello.rank, connection, former)
                 former_pid = 0 if former is None else former.pid
-                facts = self._node.facts()
-                answer = p.Welcome(os.getpid(), self._node.options.root, former_pid, facts)
+                answer = p.Welcome(os.getpid(), former_pid, self._node.facts())
         frames.send(connection, answer)
         return hello.rank if isinstance(answer, p.Welcome) else None
 

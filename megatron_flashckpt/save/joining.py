@@ -20,9 +20,9 @@ _REMEDIES = {
 }
 
 
-def announce(pid: int, facts: AgentFacts | None, root: str) -> None:
+def announce(pid: int, facts: AgentFacts, root: str) -> None:
     """Print the age and contents of the agent that this rank has joined, once per agent."""
-    if facts is None or (pid, facts.started_at) in _announced:
+    if (pid, facts.started_at) in _announced:
         return
     _announced.add((pid, facts.started_at))
     for line in lines(pid, facts, own_unit(), root):

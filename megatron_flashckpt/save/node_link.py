@@ -225,11 +225,7 @@ class NodeLink:
     def _gives_up_only(self, slab: Slab) -> bool:
         """Try to empty the only slot of a slab, for a save that needs a larger slab."""
         is_writable = self._is_attached and not slab.read_only
-        return (
-            is_writable
-            and slab.geometry.slots == 1
-            and self._connection.client().acquire(-1, "", 0.0) == 0
-        )
+        return is_writable and slab.geometry.slots == 1 and self._connection.client().acquire() == 0
 
     def _attach(self, slab: Slab) -> None:
         client = self._connection.client()

@@ -162,6 +162,6 @@ class OpenCheckpointer:
     def close(self, *, leave: bool) -> None:
         """Close the checkpointer; with `leave`, free the host memory (no restart is expected)."""
         agent = self.checkpointer.link.current
-        if agent is not None and agent.facts is not None:
+        if agent is not None:
             self.reports.unit = agent.facts.life
         self.reports.has_agent = self.checkpointer.close(leave=leave)

@@ -131,7 +131,7 @@ class RunOpener:
             facts = self._link.client().facts
         except AgentError:  # a save will connect to an agent, or report that there is none
             return own
-        return own if facts is None else max(own, facts.run_number)
+        return max(own, facts.run_number)
 
     def _opened(
         self,

@@ -73,7 +73,7 @@ class SlotAcquisition:
         meta = self._encoded_meta(request, layout, ancestors)
         slab = self._link.ensure_slab(layout.nbytes, len(meta))
         self._saves.process_failures()
-        index = self._granted(request.iteration, save_id, may_skip=may_skip)
+        index = self._granted(request.iteration, may_skip=may_skip)
         if index is None:
             return None
         slot = slab.slots[index]
@@ -85,10 +85,10 @@ class SlotAcquisition:
         hit("save.staging")
         return slot
 
-    def _granted(self, iteration: int, save_id: str, *, may_skip: bool) -> int | None:
+    def _granted(self, iteration: int, *, may_skip: bool) -> int | None:
         """Return the index of a free slot, or None if all are busy and the save may be skipped."""
         client = self._link.client()
-        index = client.acquire(iteration, save_id, 0.0)
+        index = client.acquire()
         if index < 0 and not may_skip:
             say(
                 self._rank,
@@ -105,7 +105,7 @@ class SlotAcquisition:
                     f"no slot became free within {self._config.drain_timeout_s:g} s: earlier "
                     "saves are still being written; raise 'drain_timeout_s' to wait longer"
                 )
-            index = client.acquire(iteration, save_id, min(left_s, WAIT_SLICE_S))
+            index = client.acquire(min(left_s, WAIT_SLICE_S))
         return index
 
     def _encoded_meta(self, request: SaveRequest, layout: Layout, ancestors: Ancestors) -> bytes:

@@ -29,7 +29,7 @@ from tests.support.trainer import (
 REQUESTS: list[Callable[[AgentClient], object]] = [
     lambda client: client.poll(),
     lambda client: client.poll(5.0),
-    lambda client: client.acquire(1, new_save_id(), 0.0),
+    lambda client: client.acquire(0.0),
     lambda client: client.staged(0),
     lambda client: client.take(),
     lambda client: client.open_run(run_after(None)),

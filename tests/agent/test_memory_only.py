@@ -43,7 +43,7 @@ def test_durable_and_memory_only_saves_continue_while_one_is_written(
         assert trainer.keep(6).kept
         assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
         # One slot is being written and the other is the newest, so this save waits or is skipped.
-        assert trainer.client.acquire(8, new_save_id(), 0.2) == -1
+        assert trainer.client.acquire(0.2) == -1
         assert [offered_iteration for offered_iteration, _ in offered(trainer)] == [6, 4]
         unblock()
         assert trainer.outcome().error is None

@@ -50,7 +50,7 @@ class Rank:
     def stage(self, iteration: int, save_id: str) -> Slot:
         """Begin a save and stage its slot, without a message to the agent."""
         slab = self.link.ensure_slab(4096, 4096)
-        slot = slab.slots[self.link.client().acquire(iteration, save_id, 1.0)]
+        slot = slab.slots[self.link.client().acquire(1.0)]
         self.saves.expect(save_id, memory_only=False)
         self.saves.begin(save_id, iteration)
         slot.set_header(SlotHeader(SlotState.STAGED, iteration, save_id, 0, 4096))

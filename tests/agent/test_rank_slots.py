@@ -225,12 +225,12 @@ def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) 
     ):
         trainer.stage(1, first)
         trainer.stage(1, second)
-        assert trainer.client.acquire(2, new_save_id(), 0.0) == -1
+        assert trainer.client.acquire(0.0) == -1
         started = time.monotonic()
-        assert trainer.client.acquire(2, new_save_id(), 0.3) == -1
+        assert trainer.client.acquire(0.3) == -1
         assert time.monotonic() - started >= 0.3
         let_go_first()
-        assert trainer.client.acquire(2, new_save_id(), 20.0) == 0
+        assert trainer.client.acquire(20.0) == 0
         let_go_second()
         assert trainer.outcome().error is None
 
@@ -246,9 +246,9 @@ def test_with_one_slot_a_save_waits_for_the_commit_of_the_previous_one(
             trainer.stage(1, save_id)
         record = root / file_names.iteration_dir(1) / file_names.record_name(range(1), save_id)
         eventually("the commit record", record.exists)
-        assert first.client.acquire(2, new_save_id(), 0.2) == -1
+        assert first.client.acquire(0.2) == -1
         unblock()
-        assert first.client.acquire(2, new_save_id(), 60.0) == 0
+        assert first.client.acquire(60.0) == 0
     assert (root / file_names.TRACKER).read_text() == "1"
 
 
@@ -280,7 +280,7 @@ def test_an_agent_closes_a_slab_without_a_checkpoint(node: Node, root: Path) -> 
     assert "memfd:flashckpt-" not in Path(f"/proc/{agent}/maps").read_text()
     trainer.client.detach()  # a second call has no effect
     with pytest.raises(AgentError, match="a slot was requested before a slab was attached"):
-        trainer.client.acquire(1, new_save_id(), 0.0)
+        trainer.client.acquire(0.0)
     assert trainer.slab is not None
     trainer.slab.close()
     trainer.slab = None

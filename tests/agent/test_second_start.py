@@ -77,16 +77,16 @@ def _save_beside(root: Path, config: Config, former: int) -> None:
     assert taken.read_only
     assert [offer.iteration for offer in offers] == [1]
     with pytest.raises(AgentError, match=f"process {former}, an earlier one .* may still"):
-        link.client().acquire(3, new_save_id(), 0.0)
+        link.client().acquire(0.0)
     lost = link.client()
     os.kill(lost.agent_pid, signal.SIGKILL)
     assert link.replace_agent(lost)
     with pytest.raises(AgentError, match=r"an earlier one .* may still"):
-        link.client().acquire(3, new_save_id(), 0.0)  # this agent never met the former process
+        link.client().acquire(0.0)  # this agent never met the former process
     made = link.ensure_slab(10, 10)
     assert not made.read_only
     assert not any(slot.header.state in COMPLETE for slot in made.slots)
-    assert link.client().acquire(3, new_save_id(), 0.0) >= 0
+    assert link.client().acquire(0.0) >= 0
     link.close(leave=False)
 
 
@@ -111,7 +111,7 @@ def _save_after(root: Path, config: Config, former: int) -> None:
     made = link.ensure_slab(geometry.data_capacity, geometry.meta_capacity)
     held = [slot.index for slot in made.slots if slot.header.state in COMPLETE]
     assert held == [offer.slot for offer in offers], "the slots that the load used are still there"
-    assert link.client().acquire(3, new_save_id(), 0.0) not in (-1, *held)
+    assert link.client().acquire(0.0) not in (-1, *held)
     link.close(leave=False)
 
 

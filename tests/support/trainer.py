@@ -257,7 +257,7 @@ class FakeTrainer:
         if self.slab is None:
             self.slab = Slab.create(self.slots, len(meta) + 4096, layout.nbytes, str(self.rank))
             self.client.attach(self.slab)
-        index = self.client.acquire(iteration, save_id, wait_s)
+        index = self.client.acquire(wait_s)
         if index < 0:
             return None
         slot = self.slab.slots[index]
