@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from megatron_flashckpt import error_classes
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
@@ -27,23 +27,12 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class Policy(NamedTuple):
-    """Pauses before a call is repeated after an error of one class."""
-
-    pauses_s: tuple[float, ...]
-    """Seconds before each further attempt."""
-    until_deadline: bool
-    """The last pause is repeated until the deadline of the call; else the last attempt counts."""
-
-
-#: Policy by class of error. Only errors that may pass are followed by another attempt. Of these,
-#: EIO and ESTALE mean damage if they persist, and then an older checkpoint is loaded soon.
-POLICIES: dict[error_classes.Kind, Policy] = {
-    "transient": Policy((0.5, 2.0, 8.0, 20.0), until_deadline=True),
-    "damage": Policy((0.5, 2.0, 8.0, 20.0), until_deadline=False),
-    "gone": Policy((0.5, 2.0, 8.0, 20.0), until_deadline=False),
-}
-_NEVER = Policy((), until_deadline=False)
+#: Seconds before each further attempt after an error that may pass.
+PAUSES_S: tuple[float, ...] = (0.5, 2.0, 8.0, 20.0)
+#: Classes of errors after which the last pause is repeated until the deadline of the call. EIO and
+#: ESTALE are of other classes: if they persist, they mean damage, and then an older checkpoint is
+#: loaded soon.
+UNTIL_DEADLINE: tuple[error_classes.Kind, ...] = ("transient",)
 #: Random share by which each pause is longer or shorter, so that nodes do not retry in step.
 _JITTER = 0.1
 #: Default of the seconds from the start of a call to its last attempt.
@@ -175,7 +164,7 @@ class RetryingStore:
     def with_retries(
         self, attempt: Callable[[], _T], before: Callable[[], object] | None = None
     ) -> _T:
-        """Return `attempt()`, repeated as `POLICIES` says.
+        """Return `attempt()`, repeated after errors that may pass.
 
         Args:
             attempt: may be repeated without harm after it has failed.
@@ -236,7 +225,8 @@ def _pause_s(error: OSError, failed: int) -> float | None:
         failed: attempts that failed before the one with `error`.
     """
     error_class = error_classes.class_of(error)
-    policy = POLICIES.get(error_class.kind, _NEVER) if error_class.may_pass else _NEVER
-    if failed < len(policy.pauses_s):
-        return policy.pauses_s[failed]
-    return policy.pauses_s[-1] if policy.until_deadline else None
+    if not error_class.may_pass:
+        return None
+    if failed < len(PAUSES_S):
+        return PAUSES_S[failed]
+    return PAUSES_S[-1] if error_class.kind in UNTIL_DEADLINE else None

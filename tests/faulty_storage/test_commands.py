@@ -24,9 +24,7 @@ import contextlib, io, json, sys
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.storage import retrying_store
 
-policy = retrying_store.Policy((0.001, 0.001, 0.001), until_deadline=False)
-for kind in retrying_store.POLICIES:
-    retrying_store.POLICIES[kind] = policy
+retrying_store.PAUSES_S, retrying_store.UNTIL_DEADLINE = (0.001,) * 3, ()
 
 for line in sys.stdin:
     out, err = io.StringIO(), io.StringIO()

@@ -26,9 +26,7 @@ from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage import retrying_store
 
 logging.basicConfig()
-retrying_store.POLICIES = dict.fromkeys(
-    retrying_store.POLICIES, retrying_store.Policy((0.001,) * 3, until_deadline=False)
-)
+retrying_store.PAUSES_S, retrying_store.UNTIL_DEADLINE = (0.001,) * 3, ()
 
 def load():
     store = retrying_store.RetryingStore(PosixStore(sys.argv[1]))

@@ -121,10 +121,7 @@ def environment(root: Path | str) -> dict[str, str]:
 
 def retry_at_once() -> None:
     """Make this process retry reads within a second, because these errors pass at once."""
-    retrying_store.POLICIES = {
-        kind: policy._replace(pauses_s=(0.1, 0.2, 0.4, 0.4))
-        for kind, policy in retrying_store.POLICIES.items()
-    }
+    retrying_store.PAUSES_S = (0.1, 0.2, 0.4, 0.4)
 
 
 def failed_calls(home: Path) -> list[str]:

@@ -136,8 +136,7 @@ def main() -> None:
     )
     args.load = load
     original = copy.copy(vars(args))
-    soon = retrying_store.Policy((0.01, 0.02, 0.03), until_deadline=False)
-    retrying_store.POLICIES = dict.fromkeys(retrying_store.POLICIES, soon)
+    retrying_store.PAUSES_S, retrying_store.UNTIL_DEADLINE = (0.01, 0.02, 0.03), ()
     for case in json.loads(Path(os.environ["CASES"]).read_text()):
         vars(args).clear()
         vars(args).update({**original, **case["args"]})
