@@ -11,23 +11,13 @@ import sys
 import msgspec
 
 from megatron_flashckpt import failpoints
-from megatron_flashckpt.agent.log import BriefFormatter, last_lines
+from megatron_flashckpt.agent import log
 from megatron_flashckpt.agent.node import options_of
 from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.settings import AgentSettings
-
-
-class _ErrorFlag(logging.Handler):
-    """Remembers whether an error was logged, so that the log is kept."""
-
-    seen = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen = True
-
 
 _SETTINGS = msgspec.json.Decoder(AgentSettings)
 
@@ -54,15 +44,12 @@ def main() -> int:
     except PlaceTakenError:
         return 0  # another agent serves this directory
     # Only now: an agent that has left since may have removed the log that is our stderr.
-    log = place.open_log()
+    log_fd = place.open_log()
     for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
+        os.dup2(log_fd, stream)
+    os.close(log_fd)
 
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(BriefFormatter())
-    errors = _ErrorFlag(logging.ERROR)
-    logging.basicConfig(level=logging.INFO, handlers=[handler, errors])
+    errors = log.begin(logging.StreamHandler(sys.stderr))
     # The agent must survive Ctrl-C in the training terminal and a SIGHUP of its shell. It must also
     # survive the signals by which schedulers announce the end of a job (Slurm's --signal).
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -90,7 +77,7 @@ def main() -> int:
     agent.serve()
     own.leave(keep_log=errors.seen)
     logging.shutdown()
-    last_lines()
+    log.last_lines()
     # `os._exit` ends the threads, for which the interpreter would wait: one may be writing to a
     # storage that hangs.
     os._exit(0)

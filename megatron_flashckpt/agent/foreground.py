@@ -16,14 +16,8 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron_flashckpt import failpoints
-from megatron_flashckpt.agent import process
+from megatron_flashckpt.agent import log, process
 from megatron_flashckpt.agent.held_directory import ensure, make
-from megatron_flashckpt.agent.log import (
-    BriefFormatter,
-    ThreadedHandler,
-    last_lines,
-    write_to_stderr,
-)
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.place import AgentSocket, Place, PlaceTakenError, place_of
 from megatron_flashckpt.agent.reception import raise_limit
@@ -93,15 +87,12 @@ def serve(place: Place, options: AgentOptions) -> int:
     """Serve trainers until SIGTERM, Ctrl-C or the end of the grace time; return the exit status."""
     try:
         listener = _enter(place, options.root)
-        log = open(place.open_log(), "a", errors="backslashreplace")  # noqa: SIM115, until the end
+        file = open(place.open_log(), "a", errors="backslashreplace")  # noqa: SIM115, until the end
     except AgentError as error:
         print(f"flashckpt: {error}", file=sys.stderr)
         return 1
-    to_stderr = ThreadedHandler("stderr", write_to_stderr)
-    handlers = [logging.StreamHandler(log), to_stderr]
-    for handler in handlers:
-        handler.setFormatter(BriefFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=handlers)
+    to_stderr = log.ThreadedHandler("stderr", log.write_to_stderr)
+    errors = log.begin(logging.StreamHandler(file), to_stderr)
     for ignored in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     failpoints.set_process_name("agent")
@@ -119,8 +110,8 @@ def serve(place: Place, options: AgentOptions) -> int:
     logger.info("this process has %s", own)
     clean = agents.serve()
     logger.info("agent %d ends%s", os.getpid(), "" if clean else ": a save is not in storage")
-    listener.leave(keep_log=to_stderr.error_seen)
-    last_lines()
+    listener.leave(keep_log=errors.seen)
+    log.last_lines()
     # `os._exit` ends the threads, for which the interpreter would wait.
     os._exit(0 if clean else 1)
 

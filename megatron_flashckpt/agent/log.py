@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import platform
@@ -47,6 +48,25 @@ class BriefFormatter(logging.Formatter):
         return super().format(record)
 
 
+class ErrorFlag(logging.Handler):
+    """Remembers whether an error was logged, so that the log is kept."""
+
+    seen = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note an error; records of lower levels do not come here."""
+        self.seen = True
+
+
+def begin(*handlers: logging.Handler) -> ErrorFlag:
+    """Send the log of this process to `handlers`; return the flag of its errors."""
+    errors = ErrorFlag(logging.ERROR)
+    for handler in handlers:
+        handler.setFormatter(BriefFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[*handlers, errors])
+    return errors
+
+
 class ThreadedHandler(logging.Handler):
     """Writes lines on a thread of its own.
 
@@ -63,14 +83,12 @@ class ThreadedHandler(logging.Handler):
         """
         super().__init__()
         self.set_name(name)
-        self.error_seen = False
         self._write_line = write
         self._waiting: queue.Queue[str] = queue.Queue(_MOST_WAITING)
         threading.Thread(target=self._write, name=name, daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a line; drop it if too many lines wait."""
-        self.error_seen = self.error_seen or record.levelno >= logging.ERROR
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(self.format(record) + "\n")
 
@@ -98,27 +116,20 @@ def path_in(root: str, host: str) -> Path:
     return Path(root) / f"flashckpt-agent-{host}.log"
 
 
-class LogInSaveDirectory:
-    """Appends lines to one file per node in the save directory, which outlives the node.
+def append_line(path: Path, line: str) -> None:
+    """Append `line` to a file in the save directory, which outlives the node.
 
     The file is opened for each line, because the directory may be away for a while. At 4 MiB it
     replaces `<file>.1`, so a node has 8 MiB at most.
+
+    Raises:
+        OSError: the save directory is full or away.
     """
-
-    def __init__(self, root: str) -> None:
-        self._path = path_in(root, platform.node())
-
-    def __call__(self, line: str) -> None:
-        """Append `line`.
-
-        Raises:
-            OSError: the save directory is full or away.
-        """
-        with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(line)
-            nbytes = file.tell()
-        if nbytes >= _ROTATE_NBYTES:
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(line)
+        nbytes = file.tell()
+    if nbytes >= _ROTATE_NBYTES:
+        path.replace(path.with_name(f"{path.name}.1"))
 
 
 def log_in_save_directory(root: str, on: bool) -> None:
@@ -126,7 +137,8 @@ def log_in_save_directory(root: str, on: bool) -> None:
     logger = logging.getLogger()
     present = [handler for handler in logger.handlers if handler.name == _SHARED]
     if on and not present:
-        added = ThreadedHandler(_SHARED, LogInSaveDirectory(root))
+        write = functools.partial(append_line, path_in(root, platform.node()))
+        added = ThreadedHandler(_SHARED, write)
         added.setFormatter(BriefFormatter())
         logger.addHandler(added)
     for handler in () if on else present:

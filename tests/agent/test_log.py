@@ -45,10 +45,9 @@ def test_the_log_beside_the_checkpoints_moves_aside_and_keeps_two_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "_ROTATE_NBYTES", 20)
-    write = log.LogInSaveDirectory(str(tmp_path))
-    for number in range(5):
-        write(f"line {number} of 5\n")
     path = log.path_in(str(tmp_path), platform.node())
+    for number in range(5):
+        log.append_line(path, f"line {number} of 5\n")
     assert path.read_text() == "line 4 of 5\n"
     assert Path(f"{path}.1").read_text() == "line 2 of 5\nline 3 of 5\n"
     assert len(list(tmp_path.iterdir())) == 2
@@ -61,7 +60,6 @@ def test_a_directory_that_hangs_or_is_away_does_not_stop_the_agent() -> None:
         handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "%d", (number,), None))
     os.close(writing)
     os.close(reading)
-    log.LogInSaveDirectory("/nowhere/at/all")  # opens nothing
 
 
 def test_ls_names_host_and_path_of_the_log(
