@@ -44,7 +44,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     """
     start_s = config.agent.start_timeout_s
     deadline = time.monotonic() + start_s
-    moving = _MovingAgent(root)
+    moves_until = time.monotonic() + _MOVE_S
     ensure(root)
     while True:
         place = place_of(root, config.runtime_dir)
@@ -74,7 +74,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
                 "another process keeps that name: set 'runtime_dir' to any other directory"
             )
         pause_s = _RETRY_S
-        if local_rank == 0 and moving.is_expected(place):
+        if local_rank == 0 and _moves_here(place, root, moves_until):
             pause_s = _MOVE_PAUSE_S
         elif local_rank == 0:
             _start_agent(place, root, config)
@@ -100,33 +100,27 @@ def _new_socket() -> socket.socket:
     return sock
 
 
-class _MovingAgent:
-    """Waits for an agent with last copies whose directory had another identity: before a remount.
+def _moves_here(place: Place, root: str, until: float) -> bool:
+    """Return whether to wait `_MOVE_PAUSE_S` for an agent instead of starting another.
 
-    Such an agent finds the object of its run in the directory and moves to where trainers look.
+    That agent has last copies, and its directory had another identity: before a remount. It finds
+    the object of its run in the directory and moves to where trainers look.
+
+    Args:
+        place: where this process looks for its agent.
+        until: end of the wait; `time.monotonic`.
     """
-
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._until = time.monotonic() + _MOVE_S
-
-    def is_expected(self, place: Place) -> bool:
-        """Return whether to wait `_MOVE_PAUSE_S` for such an agent instead of starting another.
-
-        Args:
-            place: where this process looks for its agent.
-        """
-        agents = [pid for pid in place.agents_elsewhere() if last_copies(pid)]
-        if not agents or time.monotonic() > self._until:
-            for pid in agents:
-                logger.warning(
-                    "agent %d of this node holds %s of another directory that was at %s; this job "
-                    "does not use that memory, which the agent frees after 'agent.grace_s': end "
-                    "the agent to free it now",
-                    *(pid, describe_slabs(last_copies(pid)), self._root),
-                )
-            return False
-        return True
+    agents = [pid for pid in place.agents_elsewhere() if last_copies(pid)]
+    if not agents or time.monotonic() > until:
+        for pid in agents:
+            logger.warning(
+                "agent %d of this node holds %s of another directory that was at %s; this job does "
+                "not use that memory, which the agent frees after 'agent.grace_s': end the agent "
+                "to free it now",
+                *(pid, describe_slabs(last_copies(pid)), root),
+            )
+        return False
+    return True
 
 
 def _start_agent(place: Place, root: str, config: Config) -> None:
