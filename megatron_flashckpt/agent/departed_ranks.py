@@ -12,7 +12,7 @@ import time
 
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.freeing import in_background
-from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
 from megatron_flashckpt.memory.slab import Slab
@@ -60,8 +60,7 @@ class DepartedRanks:
         return tuple(
             self._described(number, slots)
             for number, rank in sorted(self._node.ranks.items())
-            for slots in (rank.slots, *rank.retired)
-            if slots is not None
+            for slots in rank.all_slots
         )
 
     def _departed(self) -> list[int]:
@@ -84,7 +83,7 @@ class DepartedRanks:
         described: list[HeldSlab] = []
         for number in self._departed():
             rank = self._node.ranks[number]
-            if self._is_needed(number, rank):
+            if rank.retired or self._is_in_use(number, rank.slots):
                 continue
             if rank.slots is not None:
                 freed.append(rank.slots.slab)
@@ -102,13 +101,10 @@ class DepartedRanks:
             self._closing += 1
             in_background(functools.partial(self._close, freed))
 
-    def _is_needed(self, number: int, rank: Trainer) -> bool:
-        """Return whether a slab of the rank is being written, or holds a save without a result."""
-        slots = [*rank.retired, *([] if rank.slots is None else [rank.slots])]
-        return (
-            bool(rank.retired)
-            or any(rank_slots.is_persisting for rank_slots in slots)
-            or any(number in save.metas for save in self._committer.pending.values())
+    def _is_in_use(self, number: int, slots: RankSlots | None) -> bool:
+        """Return whether slots are being written, or their rank has a save without a result."""
+        return (slots is not None and slots.is_persisting) or any(
+            number in save.metas for save in self._committer.pending.values()
         )
 
     def _close(self, slabs: list[Slab]) -> None:
@@ -130,6 +126,5 @@ class DepartedRanks:
             -1 if newest is None else newest.iteration,
             newest is not None and newest.durable,
             is_departed,
-            slots.is_persisting
-            or any(number in save.metas for save in self._committer.pending.values()),
+            self._is_in_use(number, slots),
         )

@@ -69,6 +69,11 @@ class Trainer:
         self.followed = ""
         """The run for which the rank's slots were looked through last."""
 
+    @property
+    def all_slots(self) -> list[RankSlots]:
+        """The slots of the rank, retired ones too."""
+        return [*([] if self.slots is None else [self.slots]), *self.retired]
+
     def report(self, item: p.Outcome | p.Notice) -> None:
         """Add to what the trainer's next request returns. The caller holds the lock."""
         if isinstance(item, p.Notice):
@@ -167,11 +172,10 @@ class Node:
 
     def facts(self) -> AgentFacts:
         """Return the facts about this agent for a new trainer. The caller holds the lock."""
-        held = [rank.slots.offers() for rank in self.ranks.values() if rank.slots is not None]
-        iterations = sorted({offer.iteration for offers in held for offer in offers})
-        runs = {run_number(run_of(offer.save_id)) for offers in held for offer in offers}
-        newest = max(self.run_number, *runs, 0)
-        return msgspec.structs.replace(self._facts, iterations=tuple(iterations), run_number=newest)
+        saves = self.saves()
+        iterations = tuple(sorted({iteration for iteration, _ in saves}))
+        newest = max([self.run_number, *(run_number(run_of(save_id)) for _, save_id in saves)])
+        return msgspec.structs.replace(self._facts, iterations=iterations, run_number=newest)
 
     def configure(self, settings: AgentSettings) -> tuple[str, ...]:
         """Apply other settings; return the changed ones. The caller holds the lock.
@@ -222,25 +226,24 @@ class Node:
         """
         with self.changed:
             newest = None if self.run is None else self.run.name
-            for rank in self.ranks.values():
-                if rank.slots is not None:
-                    signals = rank.slots.slab.signals
-                    signals.save_at = self.save_at if rank.run == newest else 0
-                    signals.add_beat()
+            for number, slots in self.own_slots().items():
+                signals = slots.slab.signals
+                signals.save_at = self.save_at if self.ranks[number].run == newest else 0
+                signals.add_beat()
 
-    def saves(self) -> tuple[tuple[int, str], ...]:
+    def saves(self) -> set[tuple[int, str]]:
         """Return iteration and id of every save in a slot of any rank. The caller holds the lock.
 
         The ranks may be those of an earlier run.
         """
-        held = [rank.slots.offers() for rank in self.ranks.values() if rank.slots is not None]
-        saves = {(offer.iteration, offer.save_id) for offers in held for offer in offers}
-        return tuple(sorted(saves))
+        held = [slots.offers() for slots in self.own_slots().values()]
+        return {(offer.iteration, offer.save_id) for offers in held for offer in offers}
 
     def own_slots(self) -> dict[int, RankSlots]:
+        """Return the slots of this node's ranks."""
         with self.changed:
-            slots = {number: rank.slots for number, rank in self.ranks.items()}
-        return {number: owned for number, owned in slots.items() if owned is not None}
+            ranks = self.ranks.items()
+            return {number: rank.slots for number, rank in ranks if rank.slots is not None}
 
     def install(self, number: int, slots: RankSlots, is_wanted: Callable[[], bool]) -> bool:
         """Give a rank slots that came from other nodes, or free them; return whether it has them.
@@ -282,9 +285,4 @@ class Node:
 
     def is_stuck(self) -> bool:
         """Return whether a shard of a failed save is still being written."""
-        return any(
-            slots.is_persisting
-            for rank in self.ranks.values()
-            for slots in (rank.slots, *rank.retired)
-            if slots is not None
-        )
+        return any(slots.is_persisting for rank in self.ranks.values() for slots in rank.all_slots)
