@@ -12,7 +12,7 @@ differ in what they may propose, and never need to know what another node does a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from megatron_flashckpt.file_format.end import End, Failure
 from megatron_flashckpt.storage.store import Pace
@@ -258,7 +258,7 @@ class CommitCore:
         if writing:
             plural = "s" if len(writing) > 1 else ""
             return (
-                f"the shards of {len(writing)} rank{plural} ({_few(writing)}) are still being "
+                f"the shards of {len(writing)} rank{plural} ({few(writing)}) are still being "
                 f"written: {self._place} is slow, or hangs"
             )
         if self._trouble is not None:
@@ -271,7 +271,7 @@ class CommitCore:
         if not missing:
             return f"{self._place} does not answer"
         return (
-            f"the commit records of {len(missing)} of {self._world_size} ranks ({_few(missing)}) "
+            f"the commit records of {len(missing)} of {self._world_size} ranks ({few(missing)}) "
             "are missing"
         )
 
@@ -360,7 +360,7 @@ class CommitCore:
             self._failure = Failure(failed=self.gave_up(), is_final=is_final)
         if missing := self._never_staged():
             # A rank without a part has no record, so no node can make a checkpoint of the save.
-            reason = f"rank {_few(missing)} ended before its part of the save was in host memory"
+            reason = f"rank {few(missing)} ended before its part of the save was in host memory"
             self._failure = self._failure or Failure(
                 failed=reason, is_final=True, was_interrupted=True
             )
@@ -415,7 +415,7 @@ class CommitCore:
         )
 
 
-def _few(ranks: Collection[int]) -> str:
-    listed = list(ranks)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(map(str, listed[:_SHOWN])) + more
+def few(items: Sequence[object], separator: str = ", ") -> str:
+    """Return the first items for a message, and the number of the others."""
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return separator.join(map(str, items[:_SHOWN])) + more

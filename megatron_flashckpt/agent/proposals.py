@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 import xxhash
 
-from megatron_flashckpt.agent.commit_core import Ended
+from megatron_flashckpt.agent.commit_core import Ended, few
 from megatron_flashckpt.errors import AlreadyExistsError, CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import end as ends
@@ -33,8 +33,6 @@ from megatron_flashckpt.tracing import phase
 
 #: Larger files are not read; record files are far smaller.
 _MAX_RECORD_NBYTES = 2**28
-#: Shards that an error names.
-_SHOWN = 8
 
 
 class MissingShardsError(CorruptCheckpointError):
@@ -132,8 +130,8 @@ def _read(
     expected = [(iteration, save_id, rank, file_names.shard_name(rank, save_id)) for rank in ranks]
     if stored != expected:
         raise CorruptCheckpointError(
-            f"{place}: is the record of (iteration, save, rank, file) {_listed(stored)}, "
-            f"expected {_listed(expected)}; the next save writes new ones"
+            f"{place}: is the record of (iteration, save, rank, file) {few(stored)}, "
+            f"expected {few(expected)}; the next save writes new ones"
         )
     return records
 
@@ -159,9 +157,8 @@ def check_shards(store: Store, iteration: int, records: Sequence[CommitRecord]) 
 
     faults = [found for found in for_all(fault, records) if found is not None]
     if faults:
-        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         message = (
-            f"{store.place}/{directory}: {'; '.join(text for _, text in faults[:_SHOWN])}{more}: "
+            f"{store.place}/{directory}: {few([text for _, text in faults], '; ')}: "
             "removed or changed since the shards were written; find the other writer before the "
             "next save"
         )
@@ -273,8 +270,3 @@ def propose_manifest(
         head, is_durable = create_end(store, iteration, save_id, encoded)
     hit("commit.end")
     return _ended(head, is_durable=is_durable), merged
-
-
-def _listed(items: Sequence[tuple[int, str, int, str]]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(map(str, items[:_SHOWN])) + more
