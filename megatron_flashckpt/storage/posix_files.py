@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -23,6 +24,13 @@ _REMOVED = (
     "another process removed the directory: find that process, and do not clean up a save "
     "directory while its job runs; the next save makes the directory again"
 )
+
+#: The system call fallocate(2); None where the C library lacks it. `posix_fallocate` of glibc
+#: emulates the call where the file system refuses it: it writes one byte per block, 65,538 writes
+#: for a file of 256 MiB. NFS before 4.2, CephFS and many FUSE file systems refuse.
+_fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+if _fallocate is not None:
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
@@ -153,3 +161,20 @@ def sync_directory(path: Path) -> None:
         logger.debug("%s: this file system cannot fsync a directory (%s)", path, error.strerror)
     finally:
         os.close(fd)
+
+
+def fallocate(fd: int, nbytes: int) -> None:
+    """Reserve the first `nbytes` bytes of the file `fd`, and extend the file to that size.
+
+    Raises:
+        OSError: EOPNOTSUPP where the file system cannot reserve space; ENOSPC, EDQUOT if there is
+            not enough of it.
+    """
+    if nbytes <= 0:
+        return  # the system call refuses such a length
+    if _fallocate is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while _fallocate(fd, 0, 0, nbytes):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

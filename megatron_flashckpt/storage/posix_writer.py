@@ -12,8 +12,7 @@ from pathlib import Path
 from megatron_flashckpt.error_classes import is_unsupported
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, DirectIo, is_aligned
-from megatron_flashckpt.storage.fallocate import fallocate
-from megatron_flashckpt.storage.posix_files import storage_errors, sync_directory
+from megatron_flashckpt.storage.posix_files import fallocate, storage_errors, sync_directory
 
 #: Bytes of a file that may collect in the page cache before they are sent to storage.
 _CACHED_NBYTES = 64 * 1024 * 1024

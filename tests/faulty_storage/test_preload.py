@@ -23,7 +23,7 @@ from tests.support.trainer import eventually
 #: Beginning of a program whose lines make the package's file calls and record their results.
 PRELUDE = """
 import errno, json, os, sys
-from megatron_flashckpt.storage.fallocate import fallocate
+from megatron_flashckpt.storage.posix_files import fallocate
 root, results = sys.argv[1], []
 
 def attempt(name, work):
