@@ -155,10 +155,7 @@ class _SuccessiveAgents:
         self._options = options
         self._own = own
         self._is_ending = False
-        self._agent = self._new()
-
-    def _new(self) -> Agent:
-        return Agent(self._listener, self._options, self._own, unclaimed_s=self._options.grace_s)
+        self._agent = Agent(self._listener, self._options, self._own)
 
     def end_soon(self, number: int, _: FrameType | None) -> None:
         """Make `serve` return; the signal handler."""
@@ -172,6 +169,6 @@ class _SuccessiveAgents:
             if self._is_ending or not self._agent.all_left:
                 return not self._agent.unfinished
             logger.info("all trainers have left: their memory is freed; waiting for new trainers")
-            self._agent = self._new()
+            self._agent = Agent(self._listener, self._options, self._own)
             if self._is_ending:  # a signal that the former agent got
                 return True

@@ -30,7 +30,7 @@ _TICK_S = 0.2
 _AGAIN_S = 60.0
 #: Longest wait of a leaving agent for the deletion of local copies, which a disk may block.
 _DELETED_S = 30.0
-#: Seconds that an agent waits for its first trainer.
+#: Seconds that an agent which a trainer has started waits for its first trainer.
 _UNCLAIMED_S = 60.0
 
 
@@ -42,15 +42,12 @@ class Agent:
         listener: AgentSocket,
         options: AgentOptions,
         process: AgentProcess | None = None,
-        *,
-        unclaimed_s: float = _UNCLAIMED_S,
     ) -> None:
         """Prepare to serve the trainers that connect to `listener`, which listens already.
 
         Args:
             process: this process, to which settings of later runs are applied; None: it is
                 unchanged.
-            unclaimed_s: seconds to wait for the first trainer.
         """
         self._listener = listener
         self._node = Node(options, process)
@@ -67,7 +64,6 @@ class Agent:
         self._handler = RequestHandler(self._node, self._saves, self._committer, self._janitor)
         self._conversations = TrainerConnections(self._node, self._saves, self._handler, silent)
         self._reception = Acceptor(silent)
-        self._unclaimed_s = unclaimed_s
         #: Latest time to end, and the time of the signal that has set it.
         self._deadline: float | None = None
         self._signalled_at = 0.0
@@ -93,9 +89,7 @@ class Agent:
             if connection is not None:
                 self._conversations.begin(connection)
         with self._node.changed:
-            ranks = self._node.ranks.values()
-            self.all_left = bool(ranks) and all(rank.left for rank in ranks)
-            self.all_left = self.all_left and not self._node.is_stuck()
+            self.all_left = self._have_all_left() and not self._node.is_stuck()
         is_orderly = self.all_left and not self._has_lost_rest
         delete_copies = self._node.local_copies.end() if is_orderly else None
         self._saves.close()
@@ -127,18 +121,19 @@ class Agent:
             self._signalled_at = time.monotonic()
             self._node.flow.rate_limit.lift()
 
+    def _have_all_left(self) -> bool:
+        ranks = self._node.ranks.values()
+        return bool(ranks) and all(rank.left for rank in ranks)
+
     def _may_leave(self) -> bool:
         with self._node.changed:
+            options = self._node.options
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 for save in self._committer.pending.values():
                     logger.error(
                         "ended by a signal: iteration %d is not durable: %s; the agent had at "
                         "most %g s ('agent.sigterm_timeout_s')",
-                        *(
-                            save.iteration,
-                            save.core.waits_for(),
-                            self._node.options.sigterm_timeout_s,
-                        ),
+                        *(save.iteration, save.core.waits_for(), options.sigterm_timeout_s),
                     )
                     self.unfinished = True
                 return True
@@ -150,11 +145,12 @@ class Agent:
                 self._conversations.last_seen = time.monotonic()
             if self._conversations.connections or self._committer.pending:
                 return False
-            patience = self._node.options.grace_s if self._node.ranks else self._unclaimed_s
+            is_patient = bool(self._node.ranks) or options.foreground
+            patience = options.grace_s if is_patient else _UNCLAIMED_S
             if (
                 self._conversations.parting
                 or self._deadline is not None
-                or (self._node.ranks and all(rank.left for rank in self._node.ranks.values()))
+                or self._have_all_left()
                 or time.monotonic() - self._conversations.last_seen > patience
             ):
                 self._has_lost_rest &= self._conversations.parting
