@@ -198,9 +198,9 @@ class CommitCore:
     ) -> None:
         self.ranks: set[int] = set()
         self.durable: set[int] = set()
-        self._place = place
-        self._world_size = world_size
-        self._staged_at = staged_at
+        self.place = place
+        self.world_size = world_size
+        self.staged_at = staged_at
         self.timeout_s = timeout_s
         self._pace = pace
         self._connected: frozenset[int] = frozenset()
@@ -213,7 +213,8 @@ class CommitCore:
         #: Ranks of all nodes with a record, at the last look; only on the node of rank 0.
         self._listed: frozenset[int] = frozenset()
         self._failure: Failure | None = None
-        self._end: Ended | None = None
+        self.end: Ended | None = None
+        """The end; None while it is not known."""
         self._next_at = staged_at
         self._pause_s = pace.shortest_s
         self._unseen_since: float | None = None
@@ -225,22 +226,17 @@ class CommitCore:
     @property
     def is_over(self) -> bool:
         """Return whether further shards of this node are useless."""
-        return self._end is not None or self._failure is not None
-
-    @property
-    def end(self) -> Ended | None:
-        """The end; None while it is not known."""
-        return self._end
+        return self.end is not None or self._failure is not None
 
     @property
     def has_failed(self) -> bool:
         """Return whether the end is known, and is no manifest: files may be removed."""
-        return self._end is not None and self._end.end is End.FAILED
+        return self.end is not None and self.end.end is End.FAILED
 
     @property
     def ended_elsewhere(self) -> bool:
         """Return whether another agent has decided the end."""
-        return self._end is not None and not self._end.is_durable
+        return self.end is not None and not self.end.is_durable
 
     @property
     def holds_rank_0(self) -> bool:
@@ -250,7 +246,7 @@ class CommitCore:
     @property
     def awaits_others(self) -> bool:
         """Return whether only the parts of other nodes, or their commit, are missing."""
-        return self.ranks <= self._recorded and len(self.ranks) < self._world_size
+        return self.ranks <= self._recorded and len(self.ranks) < self.world_size
 
     def waits_for(self) -> str:
         """Return what the save is waiting for, as far as this node knows."""
@@ -259,19 +255,19 @@ class CommitCore:
             plural = "s" if len(writing) > 1 else ""
             return (
                 f"the shards of {len(writing)} rank{plural} ({few(writing)}) are still being "
-                f"written: {self._place} is slow, or hangs"
+                f"written: {self.place} is slow, or hangs"
             )
         if self._trouble is not None:
             return f"storage does not answer as it should: {self._trouble.text}"
         if not self.ranks <= self._recorded:
-            return f"the commit records of this node cannot be written: {self._place} is slow"
+            return f"the commit records of this node cannot be written: {self.place} is slow"
         if not self.holds_rank_0:
             return "its end, from the node of rank 0, is missing"
-        missing = sorted(set(range(self._world_size)) - self._listed)
+        missing = sorted(set(range(self.world_size)) - self._listed)
         if not missing:
-            return f"{self._place} does not answer"
+            return f"{self.place} does not answer"
         return (
-            f"the commit records of {len(missing)} of {self._world_size} ranks ({few(missing)}) "
+            f"the commit records of {len(missing)} of {self.world_size} ranks ({few(missing)}) "
             "are missing"
         )
 
@@ -299,7 +295,7 @@ class CommitCore:
                     self._recorded.add(rank)
                 elif self._publish_by is None:
                     shortest_s, longest_s = _PUBLISH_S
-                    waited_s = (now - self._staged_at) / 4
+                    waited_s = (now - self.staged_at) / 4
                     self._publish_by = now + min(max(waited_s, shortest_s), longest_s)
                 self._at_once(now)
             case GivenUp(failure):
@@ -316,7 +312,7 @@ class CommitCore:
                     self._listed = recorded
                 self._later(now)
             case Ended():
-                self._end = seen
+                self.end = seen
                 self._at_once(now)
             case Unseen(text):
                 self._unseen_since = self._unseen_since or now
@@ -346,16 +342,16 @@ class CommitCore:
 
     def _later(self, now: float) -> None:
         # Other nodes have as many ranks as this one, give or take.
-        nodes = self._world_size / max(len(self.ranks), 1)
+        nodes = self.world_size / max(len(self.ranks), 1)
         self._next_at = now + max(self._pause_s, nodes / self._pace.most_per_s)
         self._pause_s = min(2 * self._pause_s, self._pace.longest_s)
 
     def next(self, now: float) -> Action:
         """Return what to do next; only the driver calls this, and reports what it saw to `note`."""
-        if self._end is not None and (self._end.is_durable or not self.holds_rank_0):
-            return Conclude(self._end.end, self._end.failure)
-        has_expired = now - self._staged_at > self.timeout_s
-        if self._end is None and has_expired and self._failure is None:
+        if self.end is not None and (self.end.is_durable or not self.holds_rank_0):
+            return Conclude(self.end.end, self.end.failure)
+        has_expired = now - self.staged_at > self.timeout_s
+        if self.end is None and has_expired and self._failure is None:
             is_final = self.awaits_others and self._trouble is None
             self._failure = Failure(failed=self.gave_up(), is_final=is_final)
         if missing := self._never_staged():
@@ -365,25 +361,25 @@ class CommitCore:
                 failed=reason, is_final=True, was_interrupted=True
             )
         if self._is_given_up(now, has_expired=has_expired):
-            end = self._end
+            end = self.end
             return Conclude(None, self._failure) if end is None else Conclude(end.end, end.failure)
         if now < self._next_at:
             return Wait(self._next_at)
-        if self._end is not None:
-            return MakeDurable(self._end)
+        if self.end is not None:
+            return MakeDurable(self.end)
         if self._failure is not None:
             return Fail(self._failure, frozenset(self.ranks - self._proposed))
         unrecorded = self.durable - self._recorded
         if unrecorded and (self._all_durable() or now >= (self._publish_by or now)):
             self._proposed |= unrecorded
             return WriteRecords(frozenset(unrecorded))
-        if len(self._listed) == self._world_size:
+        if len(self._listed) == self.world_size:
             return Commit()
         return Look(records=self.holds_rank_0 and self.ranks <= self._recorded)
 
     def _all_durable(self) -> bool:
         """Return whether no rank of this node will need a record of its own soon."""
-        awaited = {rank for rank in self._connected if rank < self._world_size}
+        awaited = {rank for rank in self._connected if rank < self.world_size}
         return self.ranks | awaited <= self.durable
 
     def _never_staged(self) -> list[int]:
@@ -391,9 +387,9 @@ class CommitCore:
 
         All processes of the node have ended: a single one may come back to the agent.
         """
-        if self._connected or self._end is not None:
+        if self._connected or self.end is not None:
             return []
-        return sorted(rank for rank in self._gone - self.ranks if rank < self._world_size)
+        return sorted(rank for rank in self._gone - self.ranks if rank < self.world_size)
 
     def _is_given_up(self, now: float, *, has_expired: bool) -> bool:
         """Return whether storage has failed for so long that this node does not wait for the end.
@@ -401,7 +397,7 @@ class CommitCore:
         The end may exist. So nothing is removed, and a later commit closes the save. If the end is
         known, only its durability is not.
         """
-        if self._trouble is None or (self._failure is None and self._end is None):
+        if self._trouble is None or (self._failure is None and self.end is None):
             return False
         patience_s = 2 * PATIENCE_S if self._trouble.may_pass else _LASTING_S
         return has_expired or now - self._troubled_since > patience_s
@@ -409,7 +405,7 @@ class CommitCore:
     def gave_up(self) -> str:
         """Return the error of a save that was not committed in time."""
         return (
-            f"{self._place}: gave up after {self.timeout_s:.0f} s: {self.waits_for()}; look at "
+            f"{self.place}: gave up after {self.timeout_s:.0f} s: {self.waits_for()}; look at "
             "that storage and at the agent logs of the nodes of these ranks, or raise "
             "'agent.commit_timeout_s'"
         )

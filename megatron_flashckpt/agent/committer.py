@@ -109,7 +109,7 @@ class Committer:
             place = f"{store.place}/{file_names.iteration_dir(header.iteration)}"
             timeout_s = self._node.options.commit_timeout_s
             machine = CommitCore(place, meta.world_size, now, timeout_s, store.pace)
-            save = PendingSave(store, header.iteration, save_id, header.save_id, now, machine)
+            save = PendingSave(store, header.iteration, save_id, header.save_id, machine)
             self.pending[save_id] = save
         save.metas[number] = meta
         save.core.note(now, core.Joined(number, is_adopted))
@@ -180,7 +180,7 @@ class Committer:
         """Report slow saves; conclude saves whose storage does not even answer the driver."""
         with self._node.changed:
             for save in list(self.pending.values()):
-                waited = time.monotonic() - save.staged_at
+                waited = time.monotonic() - save.core.staged_at
                 if waited > self._node.options.slow_save_s and not save.called_slow:
                     save.called_slow = True
                     reason = save.core.waits_for()
@@ -258,7 +258,7 @@ class Committer:
             return core.Trouble(str(error), passes, will_last(error))
         except Exception as error:  # otherwise the driver would end
             logger.exception("iteration %d", save.iteration)
-            return core.Trouble(f"{save.place}: {type(error).__name__}: {error}", False)
+            return core.Trouble(f"{save.core.place}: {type(error).__name__}: {error}", False)
 
     def _attempt(self, save: PendingSave, action: core.Action) -> core.Observation:
         store, iteration, save_id = save.store, save.iteration, save.save_id
@@ -277,7 +277,8 @@ class Committer:
                     return core.Looked()
                 names = [entry.name for entry in store.list(save.directory)]
                 # A later listing may lack a name that this one has.
-                save.records_seen.update(file_names.records_of(names, save_id, save.world_size))
+                recorded = file_names.records_of(names, save_id, save.core.world_size)
+                save.records_seen.update(recorded)
                 return core.Looked(save.recorded)
             case core.Commit():
                 hit("commit.ready")
@@ -441,9 +442,9 @@ class Committer:
             iteration=save.iteration,
             save_id=save.save_id,
             ended_at=time.time(),
-            seconds=time.monotonic() - save.staged_at,
+            seconds=time.monotonic() - save.core.staged_at,
             error=None if failure is None else failure.failed,
-            world_size=save.world_size,
+            world_size=save.core.world_size,
             cost=save.cost,
         )
         self._history.add(functools.partial(append, RetryingStore(save.store), past))
@@ -452,7 +453,7 @@ class Committer:
         """Mark the slots and queue the result for trainers, once. The caller holds the lock."""
         if self.pending.get(save.save_id) is not save:
             return  # concluded earlier, while storage did not answer
-        seconds = time.monotonic() - save.staged_at
+        seconds = time.monotonic() - save.core.staged_at
         if failure is None:
             logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
             is_counted = self._counting_history(save) is not None

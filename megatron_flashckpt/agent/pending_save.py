@@ -23,8 +23,6 @@ class PendingSave:
     save_id: str
     staged_as: str
     """Save id in the slots; differs if a failed save is tried again."""
-    staged_at: float
-    """`time.monotonic`."""
     core: CommitCore
     """Decides the end of the save."""
     metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
@@ -57,10 +55,6 @@ class PendingSave:
         return frozenset(itertools.chain.from_iterable(self.records_seen.values()))
 
     @property
-    def place(self) -> str:
-        return f"{self.store.place}/{self.directory}"
-
-    @property
     def end(self) -> str:
         """Name of the end of the save."""
         return f"{self.directory}/{file_names.end_name(self.save_id)}"
@@ -69,9 +63,3 @@ class PendingSave:
     def save(self) -> Save:
         """The save as the lineage judges it."""
         return Save(self.iteration, self.save_id)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the job."""
-        # A list in one step: the threads of other trainers add their parts meanwhile.
-        return list(self.metas.values())[0].world_size  # noqa: RUF015

@@ -338,7 +338,7 @@ class Saves:
             last = self._attempts.get(header.save_id)
             # Nodes try under the same names, one after the other. A name that another node has
             # ended is left at once, so that all nodes meet.
-            if last is None or last.staged_at < since or last.core.ended_elsewhere:
+            if last is None or last.core.staged_at < since or last.core.ended_elsewhere:
                 self._attempts[header.save_id] = self._attempt(header.save_id, slots)
         return headers[0].iteration if headers else None
 

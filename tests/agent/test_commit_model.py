@@ -334,7 +334,7 @@ class Node:
         self.is_adopter = is_adopter
         self.view: Any = View(storage, number)
         machine = CommitCore("place", WORLD, storage.now, TIMEOUT_S, MemoryStore.pace)
-        self.save = PendingSave(self.view, ITERATION, SAVE, SAVE, storage.now, machine)
+        self.save = PendingSave(self.view, ITERATION, SAVE, SAVE, machine)
         self.core = machine
         self.action: core.Action | None = None
         self.seen: core.Observation | None = None
@@ -443,7 +443,7 @@ class Saves:
         if result.end is None:
             assert result.failure is not None, "no result without a reason"
             assert not agent.has_read_end, "an end that was read is not told"
-            waited_s = self.storage.now - agent.save.staged_at
+            waited_s = self.storage.now - agent.core.staged_at
             outage_s = self.storage.now - agent.troubled_since
             is_due = waited_s > TIMEOUT_S or outage_s > SHORTEST_OUTAGE_S
             assert is_due, "storage may answer in a moment"

@@ -65,7 +65,7 @@ def pending(
     committer = Committer(node, janitor, DurableCommands(node))
     staged_at = time.monotonic() - age_s
     machine = CommitCore("place", world_size, staged_at, TIMEOUT_S, MemoryStore.pace)
-    save = PendingSave(MemoryStore(), 10, SAVE, SAVE, staged_at, machine)
+    save = PendingSave(MemoryStore(), 10, SAVE, SAVE, machine)
     meta: Any = SimpleNamespace(world_size=world_size)
     save.metas[0] = meta
     for seen in (core.Joined(0), core.Durable(0), core.Recorded(frozenset({0}))):
