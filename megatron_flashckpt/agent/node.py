@@ -22,7 +22,7 @@ from megatron_flashckpt.agent.process import replace_of_stores
 from megatron_flashckpt.agent.rank_slots import RankSlots
 from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.trace_files import Traces
-from megatron_flashckpt.agent.write_limits import Flow, RateLimit
+from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.catalog.lineage import History, sort_key
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.file_format.file_names import run_file, run_number, run_of
@@ -125,7 +125,7 @@ class Node:
         #: How often the environment for object stores has changed. Counted after the change, so
         #: that a store with the newest number was opened in the newest environment.
         self._environments = 0
-        self.flow = Flow(options.write_threads, RateLimit(options.write_mib_per_s))
+        self.flow = Flow(options.write_threads, options.write_mib_per_s)
         self.traces = Traces(options.root, options.trace)
         self.local_copies = LocalCopies(options.root, options.local_tier)
         log_in_save_directory(options.root, options.log_in_save_directory)
@@ -188,8 +188,8 @@ class Node:
             self._stores.clear()
         self.options = options_of(settings, former.root, foreground=former.foreground)
         log_in_save_directory(former.root, settings.log_in_save_directory)
-        self.flow.rate_limit.limit(settings.write_mib_per_s)
-        self.flow = Flow(settings.write_threads, self.flow.rate_limit)
+        self.flow.threads = settings.write_threads
+        self.flow.limit(settings.write_mib_per_s)
         self.traces.configure(settings.trace)
         self.local_copies.configure(settings.local_tier)
         if self._process is not None:

@@ -119,7 +119,7 @@ class Agent:
         self._deadline = time.monotonic() + wait_s
         if is_first:
             self._signalled_at = time.monotonic()
-            self._node.flow.rate_limit.lift()
+            self._node.flow.lift()
 
     def _have_all_left(self) -> bool:
         ranks = self._node.ranks.values()

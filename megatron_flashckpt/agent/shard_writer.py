@@ -48,7 +48,7 @@ def slot_shard(
     header: SlotHeader,
     meta: SlotMeta,
     cost: RankCost | None = None,
-    flow: Flow = Flow(),  # noqa: B008, a frozen one
+    flow: Flow | None = None,
     known: Callable[[], tuple[str, ...] | None] = lambda: None,
 ) -> DurableShard:
     """Make the slot's shard durable.
@@ -102,8 +102,9 @@ def _write_chunks(
     """Digest and write all chunks with `flow.threads` threads; return the digests in order.
 
     Each thread holds one chunk at a time. While storage writes the chunks of some threads, another
-    thread digests the next chunk. So at most `flow.threads` chunks are in use.
+    thread digests the next chunk. So at most that many chunks are in use.
     """
+    threads = flow.threads  # a later run may change them
     digests: dict[int, str] = {}
     numbered = enumerate(chunks)
     taking = threading.Lock()
@@ -119,7 +120,7 @@ def _write_chunks(
                 with chunk:
                     with phase("digest"):
                         digests[number] = chunk_digest(chunk)
-                    flow.rate_limit.wait(chunk.nbytes)
+                    flow.wait(chunk.nbytes)
                     with phase("write"):
                         writer.write_at(data_offset + number * CHUNK_NBYTES, chunk)
                 hit("persist.chunk")
@@ -127,10 +128,10 @@ def _write_chunks(
             failed.set()
             raise
 
-    with concurrent.futures.ThreadPoolExecutor(flow.threads, "write") as pool:
+    with concurrent.futures.ThreadPoolExecutor(threads, "write") as pool:
         # The threads run in copies of this thread's context, so that their phases are recorded with
         # those of the save.
-        contexts = [contextvars.copy_context() for _ in range(flow.threads)]
+        contexts = [contextvars.copy_context() for _ in range(threads)]
         writing = [pool.submit(context.run, write_some) for context in contexts]
     for future in writing:
         future.result()
@@ -159,7 +160,7 @@ def durable_shard(
     meta: SlotMeta,
     chunks: Iterator[memoryview],
     cost: RankCost | None = None,
-    flow: Flow = Flow(),  # noqa: B008, a frozen one
+    flow: Flow | None = None,
     known: Callable[[], tuple[str, ...] | None] = lambda: None,
     first: tuple[str, ...] | None = None,
 ) -> DurableShard:
@@ -195,7 +196,7 @@ def durable_shard(
     try:
         if first is not None:
             writer.write_at(0, fill_in(undigested, list(first)))
-        digests = _write_chunks(writer, data_offset, chunks, flow)
+        digests = _write_chunks(writer, data_offset, chunks, flow or Flow())
         hit("persist.chunks")
         _check_unchanged(digests, first or known(), meta.rank, iteration)
         encoded = fill_in(undigested, digests)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 import time
 
 
-class RateLimit:
-    """Rate limit for bytes, shared by all threads that write."""
+class Flow:
+    """Parallelism and rate limit of shards on their way to storage, shared by those of a node."""
 
-    def __init__(self, mib_per_s: float | None = None) -> None:
+    def __init__(self, threads: int = 1, mib_per_s: float | None = None) -> None:
+        self.threads = threads
+        """Chunks of a shard that are digested and written at the same time."""
         self.limit(mib_per_s)
         self._lock = threading.Lock()
         self._lifted = threading.Event()
@@ -33,16 +34,6 @@ class RateLimit:
     def lift(self) -> None:
         """End the limit and all waits for it."""
         self._lifted.set()
-
-
-@dataclasses.dataclass(frozen=True)
-class Flow:
-    """Parallelism and rate limit of a shard's way to storage."""
-
-    threads: int = 1
-    """Chunks of a shard that are digested and written at the same time."""
-    rate_limit: RateLimit = dataclasses.field(default_factory=RateLimit)
-    """Rate limit of all shards of the node together."""
 
 
 def lower_priority(nice: int) -> None:

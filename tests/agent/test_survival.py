@@ -212,7 +212,7 @@ def test_an_agent_writes_memory_only_saves_after_sigterm_if_configured(
 def test_a_second_signal_may_interrupt_the_handler_of_the_first(node: Node, root: Path) -> None:
     with agent_here(node, root) as agent:
         agent.end_soon()
-        with agent._node.flow.rate_limit._lifted._cond:  # type: ignore[attr-defined]
+        with agent._node.flow._lifted._cond:  # type: ignore[attr-defined]
             second = threading.Thread(target=agent.end_soon, daemon=True)
             second.start()
             second.join(PATIENCE_S)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.shard_writer import slot_shard
-from megatron_flashckpt.agent.write_limits import Flow, RateLimit
+from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
@@ -102,7 +102,7 @@ def test_a_failed_thread_stops_the_others_and_removes_the_file(
 
 
 def test_all_threads_together_keep_to_the_rate_limit() -> None:
-    rate_limit = RateLimit(mib_per_s=4)
+    rate_limit = Flow(mib_per_s=4)
     started = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
@@ -111,8 +111,8 @@ def test_all_threads_together_keep_to_the_rate_limit() -> None:
 
 
 def test_no_write_waits_without_a_rate_limit_or_after_it_is_lifted() -> None:
-    RateLimit().wait(10**15)
-    rate_limit = RateLimit(mib_per_s=1)
+    Flow().wait(10**15)
+    rate_limit = Flow(mib_per_s=1)
     rate_limit.wait(10**15)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(rate_limit.wait, 1)
