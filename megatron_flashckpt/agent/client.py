@@ -26,9 +26,9 @@ from megatron_flashckpt.agent.run_messages import (
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.silent_agent import (
     KILLED,
+    LAST_COPIES_FACTOR,
     await_answer,
     end_agent,
-    last_copies_wait_s,
     runs,
 )
 from megatron_flashckpt.agent_config import AgentConfig
@@ -83,7 +83,7 @@ class AgentClient:
         self.log = log
         """The agent's log, in a directory of this user on this node."""
         self._answer_s = max(settings.start_timeout_s, settings.answer_timeout_s)
-        self._last_copies_s = last_copies_wait_s(settings)
+        self._last_copies_s = LAST_COPIES_FACTOR * settings.start_timeout_s
         #: Reason why no request can follow: after a missing answer, the next answer would be taken
         #: for it.
         self._ended: str | None = None

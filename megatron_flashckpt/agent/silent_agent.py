@@ -20,7 +20,6 @@ from pathlib import Path
 
 from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent.run_messages import HeldSlab, describe_slabs
-from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.memory.reservations import slab_descriptors
 from megatron_flashckpt.memory.slab import Slab
@@ -29,7 +28,7 @@ from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 logger = logging.getLogger(__name__)
 
 #: Wait for an agent with the last copy of a checkpoint, in units of `agent.start_timeout_s`.
-_WAIT_FACTOR = 10
+LAST_COPIES_FACTOR = 10
 #: Parts into which a wait for an answer is divided; see `_answers_within`.
 _PATIENCE_PARTS = 10
 #: Cause and remedy if an agent ended without logging a reason.
@@ -37,11 +36,6 @@ KILLED = (
     "it was killed: by the kernel, if the node or a control group lacked memory (see dmesg; lower "
     "'slots' or give the job more memory), or by a scheduler that ends all processes of a job"
 )
-
-
-def last_copies_wait_s(settings: AgentConfig) -> float:
-    """Return for how long a silent agent with last copies is spared."""
-    return _WAIT_FACTOR * settings.start_timeout_s
 
 
 def last_copies(pid: int) -> tuple[HeldSlab, ...]:
