@@ -18,7 +18,7 @@ import xxhash
 from megatron_flashckpt.agent import copy_files, slot_bytes
 from megatron_flashckpt.agent.freeing import in_background
 from megatron_flashckpt.agent.held_directory import resolved
-from megatron_flashckpt.agent.recovery import Copy
+from megatron_flashckpt.agent.slot_bytes import Copy
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.config import LocalTier

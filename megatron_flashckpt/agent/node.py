@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -244,19 +243,6 @@ class Node:
         with self.changed:
             ranks = self.ranks.items()
             return {number: rank.slots for number, rank in ranks if rank.slots is not None}
-
-    def install(self, number: int, slots: RankSlots, is_wanted: Callable[[], bool]) -> bool:
-        """Give a rank slots that came from other nodes, or free them; return whether it has them.
-
-        Args:
-            is_wanted: returns whether the rank's trainer waits for them.
-        """
-        with self.changed:
-            if not is_wanted():
-                free(slots.slab)
-                return False
-            self.replace_slots(self.ranks[number], slots)
-            return True
 
     def retire_slots(self, rank: Trainer) -> None:
         """Detach a rank's slots; `drop_retired` frees them. The caller holds the lock."""

@@ -6,12 +6,14 @@ import concurrent.futures
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 
 from megatron_flashckpt.agent import slot_bytes
+from megatron_flashckpt.agent.freeing import free
+from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.protocol import Recover
 from megatron_flashckpt.agent.rank_slots import RankSlots
-from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
+from megatron_flashckpt.agent.slot_bytes import Copy
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slab import Slab
@@ -23,38 +25,11 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """A copy of one checkpoint of a rank, from which a slot can be filled."""
-
-    descriptor: SlotDescriptor
-    place: str
-    """Where the copy is, for people."""
-    fill: Callable[[Slab, int], None]
-    """Writes the copy's bytes into a slot; raises `FlashCkptError` or `OSError`."""
-    is_in_slot: bool = False
-    """True if an agent that is alive has the checkpoint in a slot, where the rank staged it."""
-    otherwise: Copy | None = None
-    """Another copy of the same checkpoint, for the case that this one is damaged."""
-
-
 class Recoveries:
     """Recoveries of this node's ranks. A trainer asks for one until that has ended."""
 
-    def __init__(
-        self,
-        find: Callable[[int], Mapping[str, Copy]],
-        install: Callable[[int, RankSlots, Callable[[], bool]], bool],
-    ) -> None:
-        """Recover nothing yet.
-
-        Args:
-            find: returns the copies of a rank's checkpoints, by save; may take long.
-            install: gives recovered slots to a rank if the function returns True, or frees them;
-                returns that result.
-        """
-        self._find = find
-        self._install = install
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._lock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "recover")
         self._running: dict[int, concurrent.futures.Future[bool]] = {}
@@ -96,19 +71,37 @@ class Recoveries:
     def _recover(self, rank: int, request: Recover) -> bool:
         """Recover a rank; return False if no trainer waited for the slots, which are freed."""
         try:
-            copies = self._find(rank)
+            copies = self._copies(rank)
             wanted = {save_id: copies[save_id] for save_id in request.saves if save_id in copies}
             if not wanted:
                 logger.warning("rank %d: no node has any of its requested checkpoints", rank)
                 return True
             slots = filled(rank, wanted.values(), huge_pages=request.huge_pages)
             if slots is not None:
-                if not self._install(rank, slots, lambda: rank not in self._unrequested):
-                    return False
+                with self._node.changed:
+                    if rank in self._unrequested:
+                        free(slots.slab)
+                        return False
+                    self._node.replace_slots(self._node.ranks[rank], slots)
                 hit("recover.installed")
         except Exception:  # the trainer waits for the end, and then loads what there is
             logger.exception("rank %d: nothing was recovered", rank)
         return True
+
+    def _copies(self, rank: int) -> dict[str, Copy]:
+        """Return the copies of a rank's checkpoints, by save: local ones before those of others.
+
+        A slot of another node comes first, because that node's agent writes it to storage. Another
+        copy replaces a local one that proves damaged. May take long.
+        """
+        peers = self._node.peers
+        others = {} if peers is None else peers.find(rank)
+        in_slots = {save_id: copy for save_id, copy in others.items() if copy.is_in_slot}
+        local = {
+            save_id: dataclasses.replace(copy, otherwise=others.get(save_id))
+            for save_id, copy in self._node.local_copies.of_rank(rank).items()
+        }
+        return {**others, **local, **in_slots}
 
 
 def filled(rank: int, copies: Collection[Copy], *, huge_pages: bool) -> RankSlots | None:

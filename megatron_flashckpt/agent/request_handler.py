@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import resource
 import threading
@@ -17,7 +16,7 @@ from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.peers.requirement import require_pyzmq
 from megatron_flashckpt.agent.rank_slots import RankSlots
-from megatron_flashckpt.agent.recovery import Copy, Recoveries
+from megatron_flashckpt.agent.recovery import Recoveries
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.template_store import TemplateStore
@@ -45,7 +44,7 @@ class RequestHandler:
         self._janitor = janitor
         self._templates = TemplateStore(node.changed)
         self.departed = DepartedRanks(node, committer)
-        self.recoveries = Recoveries(self._copies, node.install)
+        self.recoveries = Recoveries(node)
 
     def answer(
         self,
@@ -234,21 +233,6 @@ class RequestHandler:
 
             self._node.peers = Redundancy(request, self._node.own_slots)
         return self._node.peers.opened
-
-    def _copies(self, number: int) -> dict[str, Copy]:
-        """Return the copies of a rank's checkpoints, by save: local ones before those of others.
-
-        A slot of another node comes first, because that node's agent writes it to storage. Another
-        copy replaces a local one that proves damaged.
-        """
-        peers = self._node.peers
-        others = {} if peers is None else peers.find(number)
-        in_slots = {save_id: copy for save_id, copy in others.items() if copy.is_in_slot}
-        local = {
-            save_id: dataclasses.replace(copy, otherwise=others.get(save_id))
-            for save_id, copy in self._node.local_copies.of_rank(number).items()
-        }
-        return {**others, **local, **in_slots}
 
     def _end_peers(self) -> None:
         peers, self._node.peers = self._node.peers, None

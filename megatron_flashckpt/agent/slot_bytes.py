@@ -7,7 +7,8 @@ network never makes training wait for a slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import msgspec
 import xxhash
@@ -41,6 +42,21 @@ class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         return self.meta_nbytes + self.data_nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A copy of one checkpoint of a rank, from which a slot can be filled."""
+
+    descriptor: SlotDescriptor
+    place: str
+    """Where the copy is, for people."""
+    fill: Callable[[Slab, int], None]
+    """Writes the copy's bytes into a slot; raises `FlashCkptError` or `OSError`."""
+    is_in_slot: bool = False
+    """True if an agent that is alive has the checkpoint in a slot, where the rank staged it."""
+    otherwise: Copy | None = None
+    """Another copy of the same checkpoint, for the case that this one is damaged."""
 
 
 def header_of(slab: Slab, index: int) -> SlotHeader:

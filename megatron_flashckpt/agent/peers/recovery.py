@@ -15,8 +15,7 @@ from megatron_flashckpt.agent import slot_bytes
 from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers.holdings import combine
 from megatron_flashckpt.agent.peers.transport import PeerError
-from megatron_flashckpt.agent.recovery import Copy
-from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
+from megatron_flashckpt.agent.slot_bytes import Copy, SlotDescriptor
 from megatron_flashckpt.memory.slab import Slab
 
 #: Sends requests to one node, a few ahead; yields the replies in order.

@@ -24,8 +24,7 @@ from megatron_flashckpt.agent.peers.transport import (
 )
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
 from megatron_flashckpt.agent.rank_slots import RankSlots
-from megatron_flashckpt.agent.recovery import Copy
-from megatron_flashckpt.agent.slot_bytes import SlotDescriptor
+from megatron_flashckpt.agent.slot_bytes import Copy, SlotDescriptor
 from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.memory.slot import SlotHeader
