@@ -11,6 +11,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import msgspec
+
 from megatron_flashckpt.agent import slot_bytes
 from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers.holdings import combine
@@ -29,9 +31,8 @@ class _Read:
     """A byte range that one node has."""
 
     node: int
-    nbytes: int
-    request: Callable[[int, int], m.Request]
-    """Returns the request for a start and a size, counted from the start of the range."""
+    request: m.ReadSlot | m.ReadHeld
+    """The request for all of the range."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def copies(rank: int, replies: Mapping[int, m.Found], ask: Ask) -> dict[str, Cop
     held: dict[str, list[tuple[int, m.Held]]] = {}
     for node, reply in sorted(replies.items()):
         for descriptor in reply.labels:
-            read = _of_slot(node, rank, descriptor.save_id, 0, descriptor.nbytes)
+            read = _Read(node, m.ReadSlot(rank, descriptor.save_id, 0, descriptor.nbytes))
             pieces = [_Piece(0, descriptor.nbytes, (read,))]
             by_save[descriptor.save_id] = _copy(descriptor, pieces, ask, is_in_slot=True)
         for combined in reply.held:
@@ -78,23 +79,17 @@ def _combined(
     pieces = {}
     for node, held in parts:
         start, end = held.part.bounds(descriptor.nbytes)
-        reads = [_of_holder(node, held.part.parity_group, descriptor.save_id, end - start)]
+        of_holder = m.ReadHeld(held.part.parity_group, descriptor.save_id, 0, end - start)
+        reads = [_Read(node, of_holder)]
         for other, low, high in held.others:
             if (other, descriptor.save_id) not in slots:
                 break
             owner = slots[other, descriptor.save_id]
-            reads.append(_of_slot(owner, other, descriptor.save_id, low, high))
+            of_slot = m.ReadSlot(other, descriptor.save_id, low, high - low)
+            reads.append(_Read(owner, of_slot))
         else:
             pieces[held.part.index] = _Piece(start, end, tuple(reads))
     return list(pieces.values()) if len(pieces) == parts[0][1].part.count else None
-
-
-def _of_slot(node: int, rank: int, save_id: str, low: int, high: int) -> _Read:
-    return _Read(node, high - low, lambda at, size: m.ReadSlot(rank, save_id, low + at, size))
-
-
-def _of_holder(node: int, group: tuple[int, ...], save_id: str, nbytes: int) -> _Read:
-    return _Read(node, nbytes, lambda at, size: m.ReadHeld(group, save_id, at, size))
 
 
 def _fill(
@@ -129,9 +124,11 @@ def _fill_piece(
 
 
 def _requests(read: _Read, piece: _Piece) -> Iterator[m.Request]:
+    whole = read.request
     for at, size in _steps(piece):
         # A part that is shorter than the others is padded with zeros.
-        yield read.request(at, max(0, min(size, read.nbytes - at)))
+        nbytes = max(0, min(size, whole.nbytes - at))
+        yield msgspec.structs.replace(whole, start=whole.start + at, nbytes=nbytes)
 
 
 def _steps(piece: _Piece) -> Iterator[tuple[int, int]]:
