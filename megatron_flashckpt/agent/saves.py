@@ -7,7 +7,6 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -240,7 +239,7 @@ class Saves:
             self._keep_local(*to_copy)
         started = time.monotonic()
         try:
-            shard = self._made_durable(number, slot, header, info, save)
+            shard = self._made_durable_with_retries(number, slot, header, info, save)
             if shard is not None:
                 with self._node.changed:
                     info.digests = shard.digests or info.digests
@@ -276,51 +275,44 @@ class Saves:
         if shard is not None:
             self._committer.remove_late(save, number)
 
-    def _with_retries(self, number: int, save: PendingSave, step: Callable[[], _T]) -> _T:
-        """Return `step()`, repeated after errors that may pass."""
+    def _made_durable_with_retries(
+        self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
+    ) -> DurableShard | None:
+        """Return what `_made_durable` returns, repeated after errors that may pass."""
         for pause_s in _WRITE_RETRIES_S:
             try:
-                return step()
+                return self._made_durable(number, slot, header, info, save)
             except OSError as error:
                 if not self._node.may_pass(error) or self._committer.is_over(save):
                     raise
                 logger.warning("rank %d: writing again in %.1f s: %s", number, pause_s, error)
             time.sleep(pause_s)
-        return step()
+        return self._made_durable(number, slot, header, info, save)
 
     def _made_durable(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
     ) -> DurableShard | None:
         """Return a shard once it is durable, without a record if a former agent has written it.
 
-        Returns None if the save ended before this thread was free to write the shard.
+        Returns None if the save ended before this thread was free to write the shard. May be
+        repeated after an error.
         """
         if self._committer.is_over(save):
             logger.info("rank %d: iteration %d is not written any more", number, save.iteration)
             return None
         store, meta, save_id = save.store, save.metas[number], save.save_id
-
-        def with_retries(step: Callable[[], _T]) -> _T:
-            return self._with_retries(number, save, step)
-
-        if info.inherited and with_retries(
-            lambda: is_recorded(store, save.iteration, save_id, number, meta.world_size)
-        ):
+        if info.inherited and is_recorded(store, save.iteration, save_id, number, meta.world_size):
             # Digests from storage, because the slot may have changed since it was written.
             try:
-                digests = with_retries(lambda: stored_digests(store, header, number))
+                digests = stored_digests(store, header, number)
             except (CorruptCheckpointError, FileNotFoundError) as error:
                 logger.warning("rank %d: its durable shard is damaged: %s", number, error)
                 digests = ()
             return DurableShard(None, digests)
         cost, flow = save.costs.get(number), self._node.flow
-
-        def written() -> DurableShard:
-            return slot_shard(store, slot, header, meta, cost, flow, lambda: info.digests)
-
         traced = self._node.traces.recording(save.iteration, save_id, number)
         with traced, phase("persist"):
-            return with_retries(written)
+            return slot_shard(store, slot, header, meta, cost, flow, lambda: info.digests)
 
     def write_rest(self, since: float) -> int | None:
         """Begin to write what only memory holds; return its newest iteration, None if nothing.
