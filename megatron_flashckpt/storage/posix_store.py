@@ -89,7 +89,11 @@ class PosixStore:
         with storage_errors(path, "read"):
             kept = KeptFiles() if kept is None else kept
             file = kept.get(name, lambda: _open_to_read(path))
-            return read_parts(file.fd, offset, parts, seen)
+            try:
+                return read_parts(file.fd, offset, parts, seen)
+            except OSError:
+                kept.drop(name)  # a stale handle stays stale
+                raise
 
     def stat(self, name: str) -> Entry | None:
         path = self._path(name)

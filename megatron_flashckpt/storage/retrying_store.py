@@ -115,7 +115,7 @@ class RetryingStore:
             rest = cut(parts, before) if before else parts
             return before + self._store.get_into(name, offset + before, rest, note, kept)
 
-        return self.with_retries(read, lambda: kept.drop(name) if kept is not None else None)
+        return self.with_retries(read)
 
     def put(self, name: str, data: bytes) -> None:
         self.with_retries(lambda: self._store.put(name, data))
@@ -161,14 +161,11 @@ class RetryingStore:
     def make_durable(self, name: str) -> None:
         self.with_retries(lambda: self._store.make_durable(name))
 
-    def with_retries(
-        self, attempt: Callable[[], _T], before: Callable[[], object] | None = None
-    ) -> _T:
+    def with_retries(self, attempt: Callable[[], _T]) -> _T:
         """Return `attempt()`, repeated after errors that may pass.
 
         Args:
             attempt: may be repeated without harm after it has failed.
-            before: called before every repeated attempt.
         """
         deadline = time.monotonic() + self._call_s
         for number in itertools.count():
@@ -190,8 +187,6 @@ class RetryingStore:
                     pause_s,
                 )
             time.sleep(pause_s * _random.uniform(1 - _JITTER, 1 + _JITTER))
-            if before is not None:
-                before()
         raise AssertionError("unreachable")
 
     def _holds(self, name: str, data: bytes) -> bool:
