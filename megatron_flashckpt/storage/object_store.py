@@ -76,7 +76,7 @@ class ObjectStore:
         Raises:
             ConfigError: obstore is missing, or does not accept the URL or the environment.
         """
-        self._url = url.rstrip("/")
+        self.place = url.rstrip("/")
         try:
             from obstore.exceptions import BaseError
             from obstore.store import from_url
@@ -85,7 +85,7 @@ class ObjectStore:
                 f"{url}: object stores need the package obstore: with Python 3.11 or newer, run "
                 "'pip install megatron_flashckpt[object]'"
             ) from error
-        real, config, allows_http = bucket or Bucket(self._url)
+        real, config, allows_http = bucket or Bucket(self.place)
         client = {"allow_http": True} if allows_http else None
         opened = functools.partial(from_url, real, config=dict(config), client_options=client)
         try:
@@ -94,10 +94,6 @@ class ObjectStore:
             self._part_client = opened(retry_config={"retry_timeout": _PART_S})
         except (BaseError, ValueError) as error:
             raise ConfigError(f"{url}: cannot be opened ({_text(error)})") from error
-
-    @property
-    def place(self) -> str:
-        return self._url
 
     # ------------------------------------------------------------------ reads
 
@@ -169,9 +165,9 @@ class ObjectStore:
                 # obstore raises it for 409, too: a put that met another put, or a deletion. Then
                 # nothing may exist, and the caller has to try again.
                 if self.stat(name) is None:
-                    raise _storage_error(error, f"{self._url}/{name}", "write") from error
+                    raise _storage_error(error, f"{self.place}/{name}", "write") from error
                 raise AlreadyExistsError(
-                    errno.EEXIST, f"{self._url}/{name}: exists already"
+                    errno.EEXIST, f"{self.place}/{name}: exists already"
                 ) from error
         hit("object.put")
 
@@ -187,7 +183,7 @@ class ObjectStore:
                     max_concurrency=_PARTS_AT_A_TIME,
                 )
 
-        return ObjectWriter(f"{self._url}/{name}", nbytes, upload, lambda: self.delete([name]))
+        return ObjectWriter(f"{self.place}/{name}", nbytes, upload, lambda: self.delete([name]))
 
     def delete(self, names: Iterable[str]) -> None:
         names = list(names)
@@ -210,7 +206,7 @@ class ObjectStore:
     # ------------------------------------------------------------------ names, errors
 
     def _check(self, name: str) -> None:
-        check_name(name, self._url)
+        check_name(name, self.place)
         if _UNSAFE.search(name):
             raise StorageError(
                 errno.EINVAL, f"{name!r}: object stores keep no such name; rename the file"
@@ -248,7 +244,7 @@ class ObjectStore:
         """
         from obstore.exceptions import BaseError
 
-        place = f"{self._url}/{name}" if name else self._url
+        place = f"{self.place}/{name}" if name else self.place
         try:
             yield
         except FileNotFoundError as error:

@@ -56,15 +56,12 @@ class PosixStore:
     def __init__(self, root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> None:
         """Touch nothing. `direct_io` decides whether writers bypass the page cache."""
         self._root = Path(root).absolute()
+        self.place = str(self._root)
         self._direct_io = direct_io
         #: Whether the file system has hard links; None until the first `create` has tried.
         self._has_links: bool | None = None
         #: Inode number of the root, from the first time that this store has seen it.
         self._inode: int | None = None
-
-    @property
-    def place(self) -> str:
-        return str(self._root)
 
     # ------------------------------------------------------------------ reads
 

@@ -18,9 +18,8 @@ from typing import TypeVar
 
 from megatron_flashckpt import error_classes
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
-from megatron_flashckpt.storage.advice import Advice
 from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen, cut
-from megatron_flashckpt.storage.store import Entry, Pace, Store, Writer
+from megatron_flashckpt.storage.store import Entry, Store, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -67,28 +66,14 @@ class RetryingStore:
                 together. Attempts count, because a soft NFS mount may take minutes to fail.
         """
         self._store = store
+        self.place, self.advice = store.place, store.advice
+        self.pace, self.in_order = store.pace, store.in_order
         self._call_s = min(call_s, total_s)
         self._total_s = total_s
         self._lock = threading.Lock()
         self._waited_s = 0.0
         #: End of the latest pause of any thread; the time before it is in `_waited_s`.
         self._pauses_end = -math.inf
-
-    @property
-    def place(self) -> str:
-        return self._store.place
-
-    @property
-    def advice(self) -> Advice:
-        return self._store.advice
-
-    @property
-    def pace(self) -> Pace:
-        return self._store.pace
-
-    @property
-    def in_order(self) -> bool:
-        return self._store.in_order
 
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         return self.with_retries(lambda: self._store.get(name, offset, nbytes))

@@ -56,17 +56,13 @@ class MemoryStore:
         self.objects: dict[str, bytes] = {}
         """Contents by name; may be changed while `lock` is held."""
         self.lock = threading.RLock()
-        self._place = place
-
-    @property
-    def place(self) -> str:
-        return self._place
+        self.place = place
 
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        check_name(name, self._place)
+        check_name(name, self.place)
         with self.lock:
             if name not in self.objects:
-                raise FileNotFoundError(errno.ENOENT, "does not exist", f"{self._place}/{name}")
+                raise FileNotFoundError(errno.ENOENT, "does not exist", f"{self.place}/{name}")
             return self.objects[name][offset : None if nbytes is None else offset + nbytes]
 
     def get_into(
@@ -88,23 +84,23 @@ class MemoryStore:
         return filled
 
     def put(self, name: str, data: bytes) -> None:
-        check_name(name, self._place)
+        check_name(name, self.place)
         with self.lock:
             self.objects[name] = bytes(data)
 
     def create(self, name: str, data: bytes) -> None:
-        check_name(name, self._place)
+        check_name(name, self.place)
         with self.lock:
             if name in self.objects:
-                raise AlreadyExistsError(errno.EEXIST, f"{self._place}/{name}: exists already")
+                raise AlreadyExistsError(errno.EEXIST, f"{self.place}/{name}: exists already")
             self.objects[name] = bytes(data)
 
     def writer(self, name: str, nbytes: int) -> MemoryWriter:
-        check_name(name, self._place)
+        check_name(name, self.place)
         return MemoryWriter(self, name, nbytes)
 
     def stat(self, name: str) -> Entry | None:
-        check_name(name, self._place)
+        check_name(name, self.place)
         entries = self.list(parent_of(name))
         base = name.rpartition("/")[2]
         for entry in entries:
@@ -114,7 +110,7 @@ class MemoryStore:
 
     def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
         if directory:
-            check_name(directory, self._place)
+            check_name(directory, self.place)
         prefix = f"{directory}/" if directory else ""
         entries: dict[str, Entry] = {}
         with self.lock:
@@ -129,7 +125,7 @@ class MemoryStore:
     def delete(self, names: Iterable[str]) -> None:
         names = list(names)
         for name in names:
-            check_name(name, self._place)
+            check_name(name, self.place)
         with self.lock:
             for name in names:
                 with contextlib.suppress(KeyError):
@@ -139,4 +135,4 @@ class MemoryStore:
         pass
 
     def make_durable(self, name: str) -> None:
-        check_name(name, self._place)
+        check_name(name, self.place)
