@@ -26,7 +26,7 @@ from megatron_flashckpt.megatron_lm.compat import (
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.megatron_lm.side_state import COMMON_STATE, MEGATRON_STATE
+from megatron_flashckpt.megatron_lm.side_state import COMMON_STATE, MEGATRON_STATE, is_rerun
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.megatron_lm.vocabulary import least_words
 from megatron_flashckpt.save.session import session
@@ -228,16 +228,10 @@ def _restore_rerun_state(margs: Any, saved: Any, state: dict[str, Any] | None) -
     if not same_world:
         checkpointing().print_rank_0("job sharding has changed: rerun state is ignored")
     get_machine = feature("get_rerun_state_machine")
-    if get_machine is not None and same_world and _is_rerun(get_machine(), state["rerun"]):
+    if get_machine is not None and same_world and is_rerun(get_machine(), state["rerun"]):
         try:
             get_machine().load_state_dict(state["rerun"])
         except Exception as error:  # another release may have saved the state; as stock does
             checkpointing().print_rank_0(
                 f"Unable to restore RerunMachine from checkpoint: {error}. Skipping."
             )
-
-
-def _is_rerun(machine: Any, state: Any) -> bool:
-    """Return whether `state` comes from a machine that ran; before core 0.11: if there is one."""
-    validate = getattr(machine, "validate_state_dict", None)
-    return state is not None if validate is None else bool(validate(state))

@@ -135,6 +135,8 @@ def rank_state(
 def rerun_state(data_iterator: Any) -> Any:
     """Return the rerun state machine's state while a step is being rerun, else None.
 
+    Since core 0.19 the machine always has a state, which it restores of such a step only.
+
     Args:
         data_iterator: the training loop's iterator; a list with virtual pipeline stages.
     """
@@ -146,9 +148,17 @@ def rerun_state(data_iterator: Any) -> Any:
     early = takes(machine.state_dict, "use_dist_ckpt")
     form = {"use_dist_ckpt": False} if early else {"ckpt_format": "torch_dist"}
     state = machine.state_dict(data_iterator=data_iterator, **form)
-    if state is not None and hasattr(state.get("sharded"), "data"):
+    if not is_rerun(machine, state):
+        return None
+    if hasattr(state.get("sharded"), "data"):
         state["sharded"] = state["sharded"].data
     return state
+
+
+def is_rerun(machine: Any, state: Any) -> bool:
+    """Return whether `machine` restores `state`; before core 0.11: whether there is one."""
+    validate = getattr(machine, "validate_state_dict", None)
+    return state is not None if validate is None else bool(validate(state))
 
 
 def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:

@@ -21,6 +21,7 @@ FILES = (
     "integration/test_entry_points.py",
     "integration/test_memory_relayout.py",
     "integration/test_resume.py",
+    "megatron_lm/test_side_state.py",
 )
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError, UnsupportedError
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
@@ -392,3 +393,14 @@ def test_common_state_of_an_own_loop_is_refused_by_name_where_args_are_needed() 
         side_state.decode_common(encoded, "common", side_state.MEGATRON_STATE)
     with pytest.raises(CorruptCheckpointError, match="lacks checkpoint_version"):
         side_state.decode_common(side_state.encode_common({}), "common", side_state.COMMON_STATE)
+
+
+def test_only_a_step_to_rerun_has_a_state_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no save after the loop is a repetition on core 0.19, whose state is never None."""
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(side_state, "feature", lambda name: lambda: machine)
+    assert side_state.rerun_state(None) is None
+    machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+    state = side_state.rerun_state(None)
+    assert machine.validate_state_dict(state)
+    side_state_codec.decode(side_state_codec.encode(state))
