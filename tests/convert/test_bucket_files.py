@@ -79,3 +79,15 @@ def test_elements_of_a_view_are_those_of_the_view(tmp_path: Path, made: Contents
     (tmp_path / "__0_0.distcp").replace(directory / "view.distcp")
     reader._storage["flat", (0,)] = dcp.filesystem._StorageInfo("view.distcp", 0, nbytes)
     assert torch.equal(reader.elements("flat", (0,), 5, 40), flat[35:70])
+
+
+def test_a_stage_without_embedding_lists_the_group_without_weight_decay_first() -> None:
+    """Megatron until core 0.13 loads the groups of legacy files by number."""
+    args = arguments(use_distributed_optimizer=True, pipeline_model_parallel_size=2)
+    made = contents(args)
+    tensors = by_kind(made.tensors)
+    first = []
+    for model in rank_models(args):
+        state = legacy_optimizer.of_rank(model, made, tensors, experts=False).state
+        first.append([group["wd_mult"] for group in state["optimizer"]["param_groups"]])
+    assert first == [[1.0, 0.0], [0.0, 1.0]]
