@@ -56,6 +56,7 @@ SECOND = (
     "convert/test_more_models.py",
     "hostile/test_fuzz.py",
     "load/test_large_worlds.py",
+    "load/test_replica_sharing.py",
     "storage/test_object_store.py",
     "test_bench.py",
     "test_bench_train_gpu.py",
