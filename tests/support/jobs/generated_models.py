@@ -400,7 +400,9 @@ def main() -> None:
     args = get_args()
     (ROOT / LAYOUT).mkdir(exist_ok=True)
     for case in json.loads(Path(os.environ["CASES"]).read_text()):
-        settings = {"runtime_dir": os.environ["FLASHCKPT_RUNTIME_DIR"], **case.get("config", {})}
+        # A last model that is refused starts no agent, and so ends none.
+        own = {"runtime_dir": os.environ["FLASHCKPT_RUNTIME_DIR"], "agent": {"grace_s": 20.0}}
+        settings = {**own, **case.get("config", {})}
         session.config = msgspec.convert(settings, Config)
         session.close(leave=False)
         if os.environ["MODE"] == "save":
