@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 
@@ -395,7 +396,16 @@ def test_common_state_of_an_own_loop_is_refused_by_name_where_args_are_needed() 
         side_state.decode_common(side_state.encode_common({}), "common", side_state.COMMON_STATE)
 
 
-def test_only_a_step_to_rerun_has_a_state_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_only_a_step_to_rerun_has_a_state_to_save(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise no save after the loop is a repetition on core 0.19, whose state is never None."""
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     monkeypatch.setattr(side_state, "feature", lambda name: lambda: machine)
@@ -403,4 +413,7 @@ def test_only_a_step_to_rerun_has_a_state_to_save(monkeypatch: pytest.MonkeyPatc
     machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
     state = side_state.rerun_state(None)
     assert machine.validate_state_dict(state)
-    side_state_codec.decode(side_state_codec.encode(state))
+    assert (
+        "rerun_requested"
+        in side_state_codec.decode(side_state_codec.encode(state), "rank 0")["sharded"]
+    )
