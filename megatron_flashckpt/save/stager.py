@@ -167,7 +167,7 @@ class Stager:
         if self._pinned is not None:
             self._pinned.hurry()
         late = [copy for copy in copies if not copy.early]
-        figures = CopyFigures(sum(copy.source.nbytes for copy in copies))
+        figures = CopyFigures(sum(copy.nbytes for copy in copies))
         job = _Job(late, finish, recorder() or Recorder(), figures)
         try:
             self._check_devices(copies)

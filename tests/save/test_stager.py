@@ -205,8 +205,9 @@ def test_sections_of_one_tensor_land_at_their_offsets(
         position += 4 * (end - start)
     copies.append(Copy(last, position, early, ranges[-1][1], 120))  # begins where `source` ended
     expected[position] = last[ranges[-1][1] :]
-    stager.stage(copies, Finish())
+    figures = stager.stage(copies, Finish())
     stager.wait()
+    assert figures.nbytes == sum(tensor.nbytes for tensor in expected.values())
     for offset, tensor in expected.items():
         assert bytes_at(slab, offset, tensor.nbytes) == raw(tensor)
     assert bytes_at(slab, position + expected[position].nbytes, 64) == bytes(64)
