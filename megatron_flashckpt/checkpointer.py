@@ -213,7 +213,7 @@ class Checkpointer:
             iteration, job, memory_only=memory_only, blocking=blocking, must_wait=until_durable
         )
         report = self._saves.save(request)
-        self._open.saved(iteration, report, memory_only=memory_only, until_durable=until_durable)
+        self._open.saved(report)
         if until_durable:
             self._unreturned = self._settle(blocking=True)
 

@@ -164,24 +164,22 @@ class Checkpointer:
             return self._save(request, own)
 
     def _save(self, request: SaveRequest, record: Recorder) -> SaveReport:
-        iteration = request.iteration
         if self._is_repeat(request):
-            return SaveReport(iteration, 0.0, 0, record, skipped=True, is_repeat=True)
+            return SaveReport(request, record, is_repeat=True)
         save_id = self._begin(request)
         plan = self._planned(request, save_id)
         self._last = self._state_identity(request)
         if (refusal := self._skipped_by_all(request, plan)) is not None:
-            return SaveReport(iteration, record.age_s, 0, record, skipped=True, refusal=refusal)
+            return SaveReport(request, record, refusal=refusal)
         if isinstance(plan, _SkipReason):
-            return SaveReport(iteration, record.age_s, 0, record, skipped=True)
+            return SaveReport(request, record)
         if not request.memory_only:
             reported.clear()
-        self.saves.begin(save_id, iteration)
+        self.saves.begin(save_id, request.iteration)
         copies = self._stage(request, plan, record)
         if self._is_blocking(request):
             self.link.stager.wait_copied()
-        nbytes = plan.layout.nbytes
-        return SaveReport(iteration, record.age_s, nbytes, record, save_id, copies=copies)
+        return SaveReport(request, record, save_id, copies)
 
     def _state_identity(self, request: SaveRequest) -> tuple[int, int, bool]:
         """Return the identity of the state that `request` saves."""

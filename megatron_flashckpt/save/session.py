@@ -163,25 +163,13 @@ class Session:
         """Note that training resumes from a checkpoint in storage, perhaps not the newest."""
         self._open[absolute(root)].reports.note_durable(iteration)
 
-    def saved(
-        self,
-        root: str,
-        save: announcements.AnnouncedSave,
-        report: SaveReport,
-        *,
-        memory_only: bool,
-        until_durable: bool = False,
-    ) -> None:
-        """Keep `save` for the announcement of its commit, or report why the save was skipped.
-
-        Args:
-            until_durable: True if the caller waits for the commit now.
-        """
+    def saved(self, root: str, save: announcements.AnnouncedSave, report: SaveReport) -> None:
+        """Keep `save` for the announcement of its commit, or report why the save was skipped."""
         opened = self._open[absolute(root)]
-        opened.saved(save.iteration, report, memory_only=memory_only, until_durable=until_durable)
+        opened.saved(report)
         if not report.is_repeat:
             opened.last = save
-        if report.copies is not None and not memory_only:
+        if report.copies is not None and not report.request.memory_only:
             opened.announced[save.iteration] = save
 
     def save_requested(self, root: str, iteration: int) -> bool:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save import session as session_module
-from megatron_flashckpt.save.request import SaveReport
+from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.save_reports import SaveReports
 from megatron_flashckpt.save.session import Session, _MegatronSaves
 from megatron_flashckpt.tracing import Recorder
@@ -42,7 +43,7 @@ class _Checkpointer:
 
     def write_last(self) -> SaveReport:
         self.written += 1
-        return SaveReport(5, 0.0, 1, Recorder(), "id")
+        return SaveReport(SaveRequest(5, JobState(chunks=[])), Recorder(), "id")
 
 
 @pytest.mark.parametrize(
