@@ -342,7 +342,7 @@ class Checkpointer:
     def _settle(self, *, blocking: bool, last: bool = False) -> list[SaveResult]:
         """Report the outcomes since the last call; return all results that no caller has."""
         outcomes = self._open.collect(blocking=blocking)
-        reason = self._open.report(outcomes, self._config, last=last)
+        reason = self._open.report(outcomes, last=last)
         if reason is not None:
             raise SaveFailedError(reason)
         results = [*self._unreturned, *map(_result, outcomes)]

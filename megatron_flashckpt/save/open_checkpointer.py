@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog.listing import newest_durable
-from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.copy_figures import CopyFigures
@@ -103,26 +101,25 @@ class OpenCheckpointer:
             if not copies.failed:
                 say(self.checkpointer.rank, _staged_line(report, copies))
 
-    def report(
-        self,
-        outcomes: list[Outcome],
-        config: Config,
-        announce: Callable[[Outcome, Recorder | None, int], None] = lambda *_: None,
-        *,
-        last: bool,
-    ) -> str | None:
+    def announce(self, outcome: Outcome, own: Recorder | None, failures: int) -> None:
+        """Do what the training loop does at the end of a save, before it is reported.
+
+        Args:
+            own: this rank's timings of the save if they are known.
+            failures: number of saves that have failed in a row.
+        """
+
+    def report(self, outcomes: list[Outcome], *, last: bool) -> str | None:
         """Log outcomes; return why training must stop, or None if it continues.
 
         Args:
-            announce: called before each report, with this rank's timings of the save if they are
-                known, and the number of saves that have failed in a row.
             last: True if training has ended.
         """
         reason = None
         for outcome in outcomes:
             reports, own = self.reports, self.recorders.pop(outcome.save_id, None)
             failures = 0 if outcome.error is None else reports.failures_in_a_row + 1
-            announce(outcome, own, failures)
+            self.announce(outcome, own, failures)
             if outcome.kept:
                 reports.kept(outcome)
             elif outcome.error is None:
@@ -130,11 +127,12 @@ class OpenCheckpointer:
             else:
                 reports.failed(outcome)
                 # A slow rank may learn of more failures; all ranks stop with one message.
-                reason = reason or self._why_stop(outcome, config, last=last)
+                reason = reason or self._why_stop(outcome, last=last)
         return reason
 
-    def _why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
+    def _why_stop(self, failed: Outcome, *, last: bool) -> str | None:
         """Return why training must stop after a failed save, or None if training continues."""
+        config = self.checkpointer.config
         if config.on_failure == "raise":
             return failed.error
         is_first = config.stop_on_failed_first_save and not self.reports.has_committed

@@ -56,7 +56,6 @@ class _MegatronSaves(OpenCheckpointer):
         return is_due and self.reports.last_requested != iteration
 
     def announce(self, outcome: Outcome, own: Recorder | None, failures: int) -> None:
-        """Do what Megatron does at the end of a save."""
         write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
         save = None if outcome.kept else self.announced.pop(outcome.iteration, None)
         if save is not None and outcome.error is None:
@@ -208,7 +207,7 @@ class Session:
             outcomes = opened.collect(blocking=blocking)
             if not outcomes:  # nearly always: the loop calls this in every iteration
                 continue
-            reason = opened.report(outcomes, self.config, opened.announce, last=last)
+            reason = opened.report(outcomes, last=last)
             if reason is not None:
                 reasons[root] = reason
         if reasons:

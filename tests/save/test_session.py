@@ -36,6 +36,7 @@ class _Checkpointer:
 
     rank = 0
     pending = False
+    config = Config()
 
     def __init__(self) -> None:
         self.written = 0
