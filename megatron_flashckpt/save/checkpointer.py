@@ -94,8 +94,7 @@ class Checkpointer:
         self.planner = Planner(self.rank, self.world_size, self.link, self.model_state)
         self.saves = PendingSaves(self.root, self.rank, self.link)
         self._slots = SlotAcquisition(
-            *(self.root, self.rank, self.world_size, config),
-            *(self.link, self.model_state, self.saves),
+            self.root, self.rank, self.world_size, config, self.link, self.saves
         )
         #: Identity of the last saved state, see `_state_identity`.
         self._last: tuple[int, int, bool] | None = None
@@ -279,7 +278,6 @@ class Checkpointer:
             client=self.link.client(),
             slot=plan.slot,
             header=plan.slot.header,
-            layout=plan.layout,
             recorder=record,
             plan=self.planner.take_origin(),
             memory_only=request.memory_only,

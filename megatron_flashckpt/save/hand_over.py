@@ -16,7 +16,6 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.save_cost import PlanOrigin
-from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save.pending_saves import PendingSaves
 from megatron_flashckpt.tracing import Recorder
@@ -38,7 +37,6 @@ class HandOver:
     slot: Slot
     header: SlotHeader
     """The slot's header during the copies."""
-    layout: Layout
     recorder: Recorder
     plan: PlanOrigin
     memory_only: bool
@@ -100,6 +98,6 @@ class HandOver:
             "rank %d: staged iteration %d, %d bytes in %.3f s",
             self.rank,
             self.header.iteration,
-            self.layout.nbytes,
+            self.header.data_nbytes,
             seconds,
         )

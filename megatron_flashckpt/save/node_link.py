@@ -41,7 +41,6 @@ class NodeLink:
     """
 
     def __init__(self, root: str, rank: int, config: Config) -> None:
-        self._root = root
         self._rank = rank
         self._config = config
         self._connection = AgentConnection(root, rank, config)

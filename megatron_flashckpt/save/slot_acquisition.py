@@ -14,7 +14,6 @@ from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.job_description import versions
-from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotState
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save.node_link import NodeLink
@@ -36,7 +35,6 @@ class SlotAcquisition:
         world_size: int,
         config: Config,
         link: NodeLink,
-        state: ModelState,
         saves: PendingSaves,
     ) -> None:
         self._root = root
@@ -44,7 +42,6 @@ class SlotAcquisition:
         self._world_size = world_size
         self._config = config
         self._link = link
-        self._state = state
         self._saves = saves
         #: `time.monotonic()` at which the end of the job stops waiting; infinite while it trains.
         self.ends_at = math.inf
