@@ -70,7 +70,7 @@ class NodeLink:
         try:
             self._note_device()
         except SaveFailedError as error:
-            logger.warning("rank %d: preparation of the first save failed: %s", self._rank, error)
+            self._warn_unprepared(error)
             return
         if self._unmapped and self._slab is not None:
             self._unmapped = False
@@ -124,14 +124,15 @@ class NodeLink:
         def run() -> None:
             try:
                 cuda.enter_thread(self._device)
-            except RuntimeError as error:
-                logger.warning(
-                    "rank %d: preparation of the first save failed: %s", self._rank, error
-                )
-            else:
                 work(*args)
+            except (FlashCkptError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
+                self._warn_unprepared(error)
 
         self._background.begin("flashckpt-prepare", run)
+
+    def _warn_unprepared(self, error: Exception) -> None:
+        # The first save meets the same error and reports it as its result.
+        logger.warning("rank %d: preparation of the first save failed: %s", self._rank, error)
 
     def _populate(self, slab: Slab) -> None:
         map_pages(slab, self._config, self._rank, time.monotonic())
@@ -144,14 +145,10 @@ class NodeLink:
             self.stager.pin(client.log.parent, hurry=hurry)
 
     def _prepare(self, nbytes: int | None, plan_nbytes: int) -> None:
-        try:
-            if nbytes is None:
-                self._connection.client()
-            else:
-                self._ensure(nbytes, plan_nbytes + FIRST_META)
-        except FlashCkptError as error:
-            # The first save meets the same error and reports it as its result.
-            logger.warning("rank %d: preparation of the first save failed: %s", self._rank, error)
+        if nbytes is None:
+            self._connection.client()
+        else:
+            self._ensure(nbytes, plan_nbytes + FIRST_META)
 
     @property
     def is_preparing(self) -> bool:
@@ -204,7 +201,7 @@ class NodeLink:
             self._attached_to = None
         elif self.stager.device != self._device:
             self._use(slab)
-        if not self._is_attached:
+        if self.shared is None:
             self._attach(slab)
         self._pin()
         return slab
@@ -214,7 +211,7 @@ class NodeLink:
         slab = self._slab
         if slab is None or (_holds_checkpoint(slab) and not self._gives_up_only(slab)):
             return
-        if self._is_attached:
+        if self.shared is not None:
             self._connection.client().detach()
             self._attached_to = None
         self.stager.drop_slab()
@@ -223,9 +220,9 @@ class NodeLink:
 
     def _gives_up_only(self, slab: Slab) -> bool:
         """Try to empty the only slot of a slab, for a save that needs a larger slab."""
-        is_writable = self._is_attached and not slab.read_only
         return (
-            is_writable
+            self.shared is not None
+            and not slab.read_only
             and slab.geometry.slots == 1
             and self._connection.client().acquire(-1, "", 0.0) == 0
         )
@@ -234,11 +231,6 @@ class NodeLink:
         client = self._connection.client()
         self._adopted += client.attach(slab)
         self._attached_to = client
-
-    @property
-    def _is_attached(self) -> bool:
-        client = self._connection.current
-        return client is not None and self._attached_to is client
 
     @property
     def shared(self) -> tuple[AgentClient, Slab] | None:
