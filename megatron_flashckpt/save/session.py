@@ -27,7 +27,6 @@ from megatron_flashckpt.save.open_checkpointer import OpenCheckpointer, reports_
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run import Run
 from megatron_flashckpt.save.save_reports import SaveReports, node_count, say
-from megatron_flashckpt.save.scalars import save_scalars
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.storage.opening import absolute
 from megatron_flashckpt.tracing import Recorder
@@ -56,7 +55,7 @@ class _MegatronSaves(OpenCheckpointer):
         return is_due and self.reports.last_requested != iteration
 
     def announce(self, outcome: Outcome, own: Recorder | None, failures: int) -> None:
-        write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
+        write_scalars(lambda: _scalars(outcome, own, failures), outcome.iteration)
         save = None if outcome.kept else self.announced.pop(outcome.iteration, None)
         if save is not None and outcome.error is None:
             announcements.announce_committed(get_args(), save)
@@ -309,6 +308,29 @@ class Session:
         for opened in self._open.values():
             opened.checkpointer.abandon()
         self._forget_open()
+
+
+def _scalars(outcome: Outcome, own: Recorder | None, failures: int) -> dict[str, float]:
+    """Return the scalars of a save that has an outcome, for TensorBoard and similar writers.
+
+    The outcome of a committed save holds the timings of all ranks, of which the slowest counts.
+
+    Args:
+        own: this rank's recorder of the save, if known.
+        failures: number of consecutive failed saves, including this one.
+    """
+    blocked_s = 0.0 if own is None else own.blocked_s
+    if outcome.kept:
+        return {"checkpoint/memory/blocked_ms": 1000 * blocked_s}
+    scalars: dict[str, float] = {"checkpoint/failures_in_a_row": failures}
+    if (cost := outcome.cost) is not None:
+        blocked_s = max(blocked_s, cost.blocked_s)
+        scalars["checkpoint/staged_s"] = cost.staged_s
+        scalars["checkpoint/durable_s"] = cost.durable_s
+        scalars["checkpoint/bytes"] = cost.nbytes
+        scalars["checkpoint/gb_per_s"] = cost.nbytes / 1e9 / max(cost.durable_s, 1e-9)
+    scalars["checkpoint/blocked_ms"] = 1000 * blocked_s
+    return scalars
 
 
 def _make_session() -> Session:

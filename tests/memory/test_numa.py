@@ -17,9 +17,9 @@ import torch
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.memory import mapping
 from megatron_flashckpt.memory import slab as slab_module
-from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
+from megatron_flashckpt.save.new_slab import node_of_gpu
 from megatron_flashckpt.save.node_link import NodeLink
 from tests.simulated_gpu import Node, simulated_gpus
 
