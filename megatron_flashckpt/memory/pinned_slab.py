@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.memory import cuda
+from megatron_flashckpt.memory.mapping import address_of
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class PinnedSlab:
         self._memory = memoryview(b"")
 
     def _pin(self) -> None:
-        runtime, address = torch.cuda.cudart(), _address(self._memory)  # type: ignore[no-untyped-call]
+        runtime, address = torch.cuda.cudart(), address_of(self._memory)  # type: ignore[no-untyped-call]
         begun = time.monotonic()
         while not self._ended.is_set() and self.nbytes < self._memory.nbytes:
             nbytes = min(CHUNK_NBYTES, self._memory.nbytes - self.nbytes)
@@ -181,7 +182,7 @@ class PinnedSlab:
         )
 
     def _unpin(self) -> None:
-        address = _address(self._memory)
+        address = address_of(self._memory)
         pinned, self.nbytes = self.nbytes, 0
         if not pinned:
             return
@@ -229,7 +230,3 @@ class PinnedSlab:
             self._memory.nbytes / 2**30,
             reason,
         )
-
-
-def _address(memory: memoryview) -> int:
-    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
