@@ -134,12 +134,6 @@ def test_a_later_optimizer_is_hooked_too() -> None:
     assert len(waits.seen) == 2
 
 
-def test_without_an_optimizer_no_step_is_hooked() -> None:
-    hook = StepHook(lambda: None)
-    hook.install(None, [])
-    assert hook.steps == 0
-
-
 def test_the_hook_keeps_no_optimizer_alive() -> None:
     inner = torch.optim.SGD([parameter()], lr=0.1)
     top = Top(inner, torch.ones(1))
