@@ -84,7 +84,7 @@ class Trainer:
         holds the lock and has made the change.
         """
         if self.slots is not None:
-            self.slots.slab.signals.add_news()
+            self.slots.slab.signals.news += 1
 
     def forget_saves(self) -> None:
         """Drop the results that a former trainer of this rank was waiting for.
@@ -226,7 +226,7 @@ class Node:
                 if rank.slots is not None:
                     signals = rank.slots.slab.signals
                     signals.save_at = self.save_at if rank.run == newest else 0
-                    signals.add_beat()
+                    signals.beats += 1
 
     def saves(self) -> tuple[tuple[int, str], ...]:
         """Return iteration and id of every save in a slot of any rank. The caller holds the lock.

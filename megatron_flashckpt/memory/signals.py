@@ -7,54 +7,25 @@ request.
 
 from __future__ import annotations
 
+import ctypes
+
 #: Offset in the slab: behind `SlabGeometry`, in a cache line of their own.
-_OFFSET = 64
-_NEWS, _BEATS, _SAVE_AT, _TRAINED = range(4)
-_NBYTES = 32
+OFFSET = 64
 
 
-class Signals:
-    """A view of the numbers of one slab. The agent holds its lock around its changes."""
+class Signals(ctypes.Structure):
+    """The numbers of one slab. The agent holds its lock around its changes.
 
-    def __init__(self, memory: memoryview) -> None:
-        # A memoryview of this format reads and writes each aligned counter with one machine
-        # instruction, so the other process never sees half of a change. `struct` does not.
-        self._counters = memory[_OFFSET : _OFFSET + _NBYTES].cast("Q")
+    ctypes reads and writes each aligned number with one machine instruction, so the other process
+    never sees half of a change. `struct` does not.
+    """
 
-    @property
-    def news(self) -> int:
-        """Number of changes of what the agent would report to the trainer."""
-        return self._counters[_NEWS]
-
-    @property
-    def beats(self) -> int:
-        """Number of rounds of the agent's main loop; constant while the agent is stopped."""
-        return self._counters[_BEATS]
-
-    @property
-    def save_at(self) -> int:
-        """Iteration after which a save is requested; 0: none. Set by the agent."""
-        return self._counters[_SAVE_AT]
-
-    @save_at.setter
-    def save_at(self, iteration: int) -> None:
-        self._counters[_SAVE_AT] = iteration
-
-    @property
-    def trained(self) -> int:
-        """The last iteration that the trainer has completed; 0: unknown. Set by the trainer."""
-        return self._counters[_TRAINED]
-
-    @trained.setter
-    def trained(self, iteration: int) -> None:
-        self._counters[_TRAINED] = iteration
-
-    def add_news(self) -> None:
-        self._counters[_NEWS] += 1
-
-    def add_beat(self) -> None:
-        self._counters[_BEATS] += 1
-
-    def close(self) -> None:
-        """Release the view, so that the slab can be unmapped."""
-        self._counters.release()
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("news", "beats", "save_at", "trained"))
+    news: int
+    """Number of changes of what the agent would report to the trainer."""
+    beats: int
+    """Number of rounds of the agent's main loop; constant while the agent is stopped."""
+    save_at: int
+    """Iteration after which a save is requested; 0: none. Set by the agent."""
+    trained: int
+    """The last iteration that the trainer has completed; 0: unknown. Set by the trainer."""

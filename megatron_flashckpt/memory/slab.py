@@ -23,7 +23,7 @@ from megatron_flashckpt.memory.mapping import (
     seal_size,
 )
 from megatron_flashckpt.memory.reservations import announced
-from megatron_flashckpt.memory.signals import Signals
+from megatron_flashckpt.memory.signals import OFFSET, Signals
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
 
 
@@ -35,7 +35,7 @@ class Slab:
         self.fd = fd
         self.geometry = geometry
         self.memory = map_shared(fd, geometry.nbytes)
-        self.signals = Signals(self.memory)
+        self.signals = Signals.from_buffer(self.memory, OFFSET)
         #: True while another process may write to slots without a complete checkpoint; this process
         #: must not save into the slab then.
         self.read_only = False
@@ -184,7 +184,7 @@ class Slab:
                 return
             os.close(self.fd)
             self.fd = -1
-        self.signals.close()
+        del self.signals  # a view of the mapping
         # If a view of the mapping exists, the mapping ends with that view.
         with contextlib.suppress(BufferError):
             self.memory.release()
