@@ -271,10 +271,6 @@ class NodeLink:
                 self._pin(hurry=True)
         return slab, offers
 
-    def saves_of_node(self) -> tuple[tuple[int, str], ...]:
-        """Return iteration and id of every save that any rank has in a slot on this node."""
-        return self.client().saves_of_node()
-
     def reclaim(self) -> None:
         """Make a read-only slab writable if the earlier process has ended since the load.
 
@@ -397,7 +393,6 @@ class NodeLink:
         """
         if self.is_preparing:
             return None
-        self._background.wait()
         adopted, self._adopted = self._adopted, ()
         return adopted
 
