@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
@@ -20,7 +21,6 @@ from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 from megatron_flashckpt.save.agent_connection import AgentConnection
-from megatron_flashckpt.save.background_work import BackgroundWork
 from megatron_flashckpt.save.new_slab import FIRST_META, map_pages, new_slab
 from megatron_flashckpt.save.stager import Stager
 
@@ -51,7 +51,9 @@ class NodeLink:
         self._offered_by: AgentClient | None = None
         #: True if the slab was kept over a restart, and its pages must be mapped after the load.
         self._unmapped = False
-        self._background = BackgroundWork()
+        self._background = Worker(
+            "flashckpt-prepare", f"rank {rank}: the preparation of saves failed"
+        )
         #: The reason why no agent replaced the last lost one; empty if an agent did.
         self.refusal = ""
         #: Saves that were staged in the slab when an agent got it; that agent reports the outcomes.
@@ -128,7 +130,7 @@ class NodeLink:
             except (FlashCkptError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
                 self._warn_unprepared(error)
 
-        self._background.begin("flashckpt-prepare", run)
+        self._background.add(run)
 
     def _warn_unprepared(self, error: Exception) -> None:
         # The first save meets the same error and reports it as its result.
@@ -153,7 +155,7 @@ class NodeLink:
     @property
     def is_preparing(self) -> bool:
         """True while background work runs; the next request would wait for it."""
-        return self._background.is_running
+        return self._background.is_busy
 
     @property
     def has_slab(self) -> bool:
@@ -364,7 +366,7 @@ class NodeLink:
 
     def seek_agent(self) -> None:
         """Find an agent in the background; it gets the slab, with all that is staged in it."""
-        self._background.begin("flashckpt-replace", self._replace)
+        self._background.add(self._replace)
 
     def withdraw(self, save_id: str) -> None:
         """Keep later agents from writing a staged save that other ranks report as failed."""
@@ -398,6 +400,7 @@ class NodeLink:
 
     def abandon(self) -> None:
         """Disconnect after a crash, without waiting for the preparing thread or a hanging GPU."""
+        self._background.close(0.0)
         self.stager.abandon()
         self._connection.close()
 
@@ -407,7 +410,7 @@ class NodeLink:
         Returns:
             True if there is an agent.
         """
-        self._background.wait()
+        self._background.close()
         self.stager.close()
         has_agent = self._connection.leave() if leave else self.current is not None
         self._connection.close()
