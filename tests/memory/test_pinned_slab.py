@@ -186,7 +186,7 @@ def test_chunks_locked_before_a_failure_stay_usable(
     assert node.runtime.locked == {}
 
 
-def test_the_thread_that_locked_the_chunks_also_unlocks_them(node: Node, slab: Slab) -> None:
+def test_no_thread_of_training_unlocks_the_chunks(node: Node, slab: Slab) -> None:
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
     pinned.unpin()
