@@ -73,59 +73,31 @@ class Slab:
         geometry = SlabGeometry(slots, align(meta_nbytes), align(data_nbytes))
         held_nbytes = int(held_share * geometry.nbytes)
         _require_memory(geometry, name, held_nbytes, {})
+        slab: Slab | None = None
         try:
-            slab = cls._allocated(
-                geometry,
-                name,
-                huge_pages=huge_pages,
-                numa_node=numa_node,
-                held_nbytes=held_nbytes,
-            )
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(
-                error.errno,
-                _refusal(geometry, name, error.strerror, error.errno),
-            ) from error
-        slab.memory[: len(geometry.pack())] = geometry.pack()
-        return slab
-
-    @classmethod
-    def _allocated(
-        cls,
-        geometry: SlabGeometry,
-        name: str,
-        *,
-        huge_pages: bool,
-        numa_node: int | None,
-        held_nbytes: int,
-    ) -> Slab:
-        """Return a slab with all pages allocated.
-
-        Raises:
-            StorageError: the node has too little memory for all slabs that are being made.
-            OSError: the kernel refuses; the slab is closed.
-        """
-        with forks.forks_blocked():
-            fd = create_memory(f"flashckpt-{name}")
-            try:
-                os.ftruncate(fd, geometry.nbytes)
-                # Count other slabs' missing pages before the available memory is read: a page
-                # allocated in between then counts twice, instead of not at all.
-                _require_memory(geometry, name, held_nbytes, announced(fd))
-                slab = cls(fd, geometry)
-            except OSError:
-                os.close(fd)
-                raise
-        if numa_node is not None:
-            prefer_node(slab.memory, numa_node)
-        try:
+            with forks.forks_blocked():
+                fd = create_memory(f"flashckpt-{name}")
+                try:
+                    os.ftruncate(fd, geometry.nbytes)
+                    # Count other slabs' missing pages before the available memory is read: a page
+                    # allocated in between then counts twice, instead of not at all.
+                    _require_memory(geometry, name, held_nbytes, announced(fd))
+                    slab = cls(fd, geometry)
+                except OSError:
+                    os.close(fd)
+                    raise
+            if numa_node is not None:
+                prefer_node(slab.memory, numa_node)
             allocate(fd, slab.memory, huge_pages=huge_pages)
             seal_size(fd)
-        except OSError:
-            slab.close()
-            raise
+        except OSError as error:
+            if slab is not None:
+                slab.close()
+            if isinstance(error, StorageError):
+                raise
+            refusal = _refusal(geometry, name, error.strerror, error.errno)
+            raise StorageError(error.errno, refusal) from error
+        slab.memory[: len(geometry.pack())] = geometry.pack()
         return slab
 
     @classmethod
@@ -133,22 +105,20 @@ class Slab:
         """Map a slab received from another process; owns `fd` even if the call fails."""
         try:
             with forks.forks_blocked():
-                return cls._mapped(fd)
+                seal_size(fd)  # before its size is read
+                nbytes = os.fstat(fd).st_size
+                if nbytes < PAGE:
+                    raise CorruptCheckpointError(
+                        f"memory of {nbytes} bytes is too small for a slab"
+                    )
+                with mmap.mmap(fd, PAGE, mmap.MAP_SHARED) as page:
+                    geometry = SlabGeometry.unpack(page[:PAGE], nbytes)
+                return cls(fd, geometry)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, OSError):
                 raise StorageError(error.errno, f"not a slab ({error.strerror})") from error
             raise
-
-    @classmethod
-    def _mapped(cls, fd: int) -> Slab:
-        seal_size(fd)  # before its size is read
-        nbytes = os.fstat(fd).st_size
-        if nbytes < PAGE:
-            raise CorruptCheckpointError(f"memory of {nbytes} bytes is too small for a slab")
-        with mmap.mmap(fd, PAGE, mmap.MAP_SHARED) as page:
-            geometry = SlabGeometry.unpack(page[:PAGE], nbytes)
-        return cls(fd, geometry)
 
     def populate(self, *, huge_pages: bool = False) -> None:
         """Map all pages into this process, so that staging causes no page fault.
