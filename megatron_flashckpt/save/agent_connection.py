@@ -19,19 +19,6 @@ from megatron_flashckpt.save import joining
 logger = logging.getLogger(__name__)
 
 
-def held_memory(client: AgentClient, wait_s: float) -> str:
-    """Return how much memory an agent holds, and for which ranks; empty if it holds none.
-
-    Args:
-        wait_s: longest wait until the memory of departed ranks is freed.
-    """
-    try:
-        slabs = client.held(wait_s)
-    except AgentError:  # the agent is gone, and its memory with it
-        return ""
-    return f"agent {client.agent_pid} holds {describe_slabs(slabs)}" if slabs else ""
-
-
 class AgentConnection:
     """Connects on first use, and again after the agent was lost.
 
@@ -152,9 +139,11 @@ class AgentConnection:
         try:
             if self._client is None and not self.has_living_agent():
                 return ""
-            return held_memory(self.client(), wait_s)
+            client = self.client()
+            slabs = client.held(wait_s)
         except OSError:  # includes AgentError; the caller must reach its next collective
             return ""
+        return f"agent {client.agent_pid} holds {describe_slabs(slabs)}" if slabs else ""
 
     def note_lost(self) -> None:
         """Close the connection to a lost agent; this rank may start the next one."""

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.pinned_slab import unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlabGeometry, align
-from megatron_flashckpt.save.agent_connection import held_memory
+from megatron_flashckpt.save.agent_connection import AgentConnection
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ def slab_nbytes(slots: int, data_nbytes: int, plan_nbytes: int) -> int:
 
 
 def new_slab(
-    client: AgentClient,
+    connection: AgentConnection,
     config: Config,
     rank: int,
     device: int | None,
@@ -60,7 +59,7 @@ def new_slab(
             held_share=config.held_share,
         )
     except StorageError as error:
-        held = held_memory(client, 0.0) if error.errno == errno.ENOMEM else ""
+        held = connection.held_memory(0.0) if error.errno == errno.ENOMEM else ""
         raise StorageError(error.errno, "; ".join(filter(None, (error.strerror, held)))) from error
     map_pages(slab, config, rank, started)
     return slab

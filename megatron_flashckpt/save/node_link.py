@@ -196,7 +196,7 @@ class NodeLink:
             self.stager.wait()
             self._free_empty_slab()
             slab = new_slab(
-                *(self._connection.client(), self._config, self._rank, self._device),
+                *(self._connection, self._config, self._rank, self._device),
                 *(data_nbytes, meta_nbytes),
             )
             self._use(slab)

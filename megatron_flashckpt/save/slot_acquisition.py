@@ -107,6 +107,11 @@ class SlotAcquisition:
 
     def _encoded_meta(self, request: SaveRequest, layout: Layout, ancestors: Ancestors) -> bytes:
         """Return the encoded description of the slot's contents."""
+        common = b""
+        if self._rank == 0:  # the state is equal on all ranks
+            common = side_state.encode_common(
+                side_state.common_state(request.job, request.iteration)
+            )
         return msgspec.msgpack.encode(
             EncodedMeta(
                 root=self._root,
@@ -117,16 +122,10 @@ class SlotAcquisition:
                 template_fingerprint=layout.template_fingerprint,
                 template=msgspec.Raw(layout.encoded_template),
                 placement=layout.placement,
-                common=self._common_state(request),
+                common=common,
                 description={**versions(), **request.job.description},
                 retain_interval=request.job.retain_interval,
                 retention=self._config.retention,
                 metrics=reported.current(),
             )
         )
-
-    def _common_state(self, request: SaveRequest) -> bytes:
-        """Return the encoded state that is equal on all ranks; rank 0 saves it."""
-        if self._rank != 0:
-            return b""
-        return side_state.encode_common(side_state.common_state(request.job, request.iteration))

@@ -96,26 +96,13 @@ class Stager:
         self.drop_slab()
         if device != self.device or (self._stream is None and device is not None):
             self._stream = self.device = self._pace = None
-            self._stream = self._make_stream(device)
+            if device is not None:
+                self._stream, self._pace = _new_stream(device), CopyPace(PART_NBYTES)
             self.device = device
-            self._pace = None if device is None else CopyPace(PART_NBYTES)
         self._slab = slab
         # A memoryview keeps the mapping open while the tensor exists; a tensor of the mapping
         # itself does not.
         self._bytes = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
-
-    def _make_stream(self, device: int | None) -> torch.cuda.Stream | None:
-        if device is None:
-            return None
-        try:
-            # PyTorch hands its 32 default-priority streams to several users. The pool of
-            # high-priority streams has hardly any other user.
-            return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise SaveFailedError(
-                f"cuda:{device} cannot create a stream for copies to host memory ({error}); "
-                "restart the job on another GPU"
-            ) from error
 
     def pin(self, lock_directory: Path | None, *, hurry: bool = False) -> None:
         """Begin to page-lock the slab in the background, once per slab and only for a GPU.
@@ -350,6 +337,18 @@ class Stager:
             for run in self._runs(copies, PART_NBYTES):
                 run.copy_from_device()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _new_stream(device: int) -> torch.cuda.Stream:
+    try:
+        # PyTorch hands its 32 default-priority streams to several users. The pool of high-priority
+        # streams has hardly any other user.
+        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise SaveFailedError(
+            f"cuda:{device} cannot create a stream for copies to host memory ({error}); restart "
+            "the job on another GPU"
+        ) from error
 
 
 def _parts(runs_of_save: Iterator[Run]) -> Iterator[list[Run]]:
