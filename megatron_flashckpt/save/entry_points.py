@@ -115,7 +115,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     margs = stock.get_args()
     if not _polls_every_iteration():
         session.finalize(blocking=False)
-    if not _saves(margs) or session.is_ready(margs.save):
+    if not _saves(margs) or margs.save in session.ready:
         return step(*args, **kwargs)
     arguments = stock.bind(step, args, kwargs)
     startup = session.startup(margs.save)
@@ -128,7 +128,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         startup.checkpointer.link.wait_for_device_work()
     result = step(*args, **kwargs)
     if startup.dry_run(job):
-        session.note_ready(margs.save)
+        session.ready.add(margs.save)
     return result
 
 

@@ -71,8 +71,8 @@ class Session:
     def _begin(self) -> None:
         """Set the state of a process that has neither loaded nor saved."""
         self._open: dict[str, _MegatronSaves] = {}
-        #: Save directories, as given, whose startup is complete. Looked up in every iteration.
-        self._ready: set[str] = set()
+        self.ready: set[str] = set()
+        """Save directories, as given, whose startup is complete. Looked up in every iteration."""
         #: Keys that the ranks had gathered about the model, by closed save directory.
         self._agreed: dict[str, _Agreed] = {}
         #: By save directory. Kept because a script may reopen a checkpointer after training.
@@ -96,8 +96,9 @@ class Session:
             # The run is kept for the last save: the job's store may be gone by then.
             checkpointer.runs.run = self._runs.setdefault(root, checkpointer.runs.run)
             startup = Startup(checkpointer, self.note_nodes)
-            reports = self._reports_of(root, checkpointer.rank)
-            self._open[root] = _MegatronSaves(checkpointer, reports, startup)
+            if root not in self._reports:
+                self._reports[root] = reports_on(root, checkpointer.rank)
+            self._open[root] = _MegatronSaves(checkpointer, self._reports[root], startup)
             exit_status.watch()
             if self._nodes is not None:
                 checkpointer.model_state.note_nodes(self._nodes)
@@ -107,13 +108,6 @@ class Session:
         """Return the phases that come before the first save to `root`."""
         self.checkpointer(root)
         return self._open[absolute(root)].startup
-
-    def is_ready(self, root: str) -> bool:
-        """Return whether the startup phases of saves to `root` are complete."""
-        return root in self._ready
-
-    def note_ready(self, root: str) -> None:
-        self._ready.add(root)
 
     def begin_attempt(self) -> None:
         """Forget an earlier attempt of this process, which an in-process restart has ended.
@@ -144,18 +138,13 @@ class Session:
     def _forget_open(self) -> None:
         """Forget the checkpointers; a later save in this process starts from phase 1."""
         self._open.clear()
-        self._ready.clear()
+        self.ready.clear()
 
     def note_nodes(self, nodes: Sequence[Hashable]) -> None:
         """Note the node of every rank, for all present and later checkpointers of this process."""
         self._nodes = nodes
         for opened in self._open.values():
             opened.checkpointer.model_state.note_nodes(nodes)
-
-    def _reports_of(self, root: str, rank: int) -> SaveReports:
-        if root not in self._reports:
-            self._reports[root] = reports_on(root, rank)
-        return self._reports[root]
 
     def resumed(self, root: str, iteration: int) -> None:
         """Note that training resumes from a checkpoint in storage, perhaps not the newest."""
@@ -333,11 +322,6 @@ def _scalars(outcome: Outcome, own: Recorder | None, failures: int) -> dict[str,
     return scalars
 
 
-def _make_session() -> Session:
-    # Read the settings when training starts: a wrong setting must not fail at iteration 1,000.
-    new_session = Session(load_config())
-    atexit.register(new_session.at_exit)
-    return new_session
-
-
-session: Session = _make_session()
+# Read the settings when training starts: a wrong setting must not fail at iteration 1,000.
+session: Session = Session(load_config())
+atexit.register(session.at_exit)

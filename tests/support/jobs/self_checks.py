@@ -304,7 +304,7 @@ def earlier_job(job: Job) -> None:
     global next_state
     next_state = adam_state
     deadline = time.monotonic() + 60
-    while not session.is_ready(get_args().save):
+    while get_args().save not in session.ready:
         assert time.monotonic() < deadline, "agent and memory are not ready"
         training.train_step(*job)
         time.sleep(0.01)
