@@ -279,7 +279,7 @@ class Checkpointer:
             slot=plan.slot,
             header=plan.slot.header,
             recorder=record,
-            plan=self.planner.take_origin(),
+            plan=self.planner.plans.take_origin(),
             memory_only=request.memory_only,
         )
         data_offset = plan.slot.data_offset

@@ -58,7 +58,8 @@ def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | No
     def probe() -> tuple[None, str | None]:
         if name is not None:
             if rank == 0:
-                found.update(_within(_ANSWER_S, lambda: _present(retrying), store))
+                entries = _within(_ANSWER_S, lambda: retrying.list(PROBES, sizes=False), store)
+                found.update(f"{PROBES}/{entry.name}" for entry in entries)
             _within(_ANSWER_S, lambda: probe_store(store, name), store)
         return None, name
 
@@ -110,10 +111,6 @@ def _await(store: Store, names: Sequence[str | None], wait_s: float) -> float:
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
-
-
-def _present(store: Store) -> list[str]:
-    return [f"{PROBES}/{entry.name}" for entry in store.list(PROBES, sizes=False)]
 
 
 def _remove(store: Store, names: set[str]) -> None:
