@@ -23,13 +23,12 @@ def announced(own: int) -> dict[str, int]:
 
     Slabs of containers with their own process namespace are not visible.
     """
-    counted = {_identity(os.fstat(own))}
+    slabs = {slab.identity: slab for slab in slab_descriptors()}  # several processes hold each
+    slabs.pop(_identity(os.fstat(own)), None)
     missing: dict[str, int] = {}
-    for slab in slab_descriptors():
-        if slab.identity not in counted:
-            counted.add(slab.identity)
-            if slab.missing_nbytes > 0:
-                missing[slab.rank] = missing.get(slab.rank, 0) + slab.missing_nbytes
+    for slab in slabs.values():
+        if slab.missing_nbytes > 0:
+            missing[slab.rank] = missing.get(slab.rank, 0) + slab.missing_nbytes
     return missing
 
 

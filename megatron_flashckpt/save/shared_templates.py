@@ -45,7 +45,8 @@ class SharedTemplates:
         Args:
             run_id: equal on all ranks; None before the ranks have agreed: nodes share nothing.
         """
-        if run_id is not None and _has_several_nodes():
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if run_id is not None and dist.is_initialized() and local_ranks < dist.get_world_size():
             self._store = _JobStore(f"megatron_flashckpt/template/{run_id}")
         try:
             yield
@@ -126,9 +127,3 @@ class _JobStore:
             self._hangs = True
             raise RuntimeError(f"the job's store did not answer within {seconds:.0f} s")
         return answer.result()
-
-
-def _has_several_nodes() -> bool:
-    if not dist.is_initialized():
-        return False
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size()
