@@ -8,10 +8,8 @@ import enum
 import math
 import time
 
-import torch.distributed as dist
-
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.collectives import reduce_int
+from megatron_flashckpt.collectives import reduce_int, this_rank, world_size
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
@@ -83,8 +81,7 @@ class Checkpointer:
         refuse_unusable(root)
         self.root = absolute(root)
         self.config = config
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, self.world_size = this_rank(), world_size()
         self.model_state = ModelState(config.replicated, config.weights)
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
