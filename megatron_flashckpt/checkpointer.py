@@ -213,7 +213,7 @@ class Checkpointer:
             iteration, job, memory_only=memory_only, blocking=blocking, must_wait=until_durable
         )
         report = self._saves.save(request)
-        self._open.saved(iteration, report, memory_only=memory_only, until_durable=until_durable)
+        self._open.saved(report)
         if until_durable:
             self._unreturned = self._settle(blocking=True)
 
@@ -342,7 +342,7 @@ class Checkpointer:
     def _settle(self, *, blocking: bool, last: bool = False) -> list[SaveResult]:
         """Report the outcomes since the last call; return all results that no caller has."""
         outcomes = self._open.collect(blocking=blocking)
-        reason = self._open.report(outcomes, self._config, last=last)
+        reason = self._open.report(outcomes, last=last)
         if reason is not None:
             raise SaveFailedError(reason)
         results = [*self._unreturned, *map(_result, outcomes)]

@@ -69,14 +69,8 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         session.startup(margs.save).check_alone(request.job)
         _save_dataloader(call, margs)
         report = checkpointer.save(request)
-        session.saved(
-            margs.save,
-            announced,
-            report,
-            memory_only=call.non_persistent,
-            until_durable=request.must_wait,
-        )
-        if not report.skipped and not call.non_persistent:
+        session.saved(margs.save, announced, report)
+        if report.copies is not None and not call.non_persistent:
             announcements.announce_staged(margs, announced)
         if request.must_wait:
             session.finalize(blocking=True, announces=False)

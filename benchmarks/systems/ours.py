@@ -132,7 +132,7 @@ class Ours(System):
     def save(self, step: int, state: State) -> bool:
         report = self._checkpointer.save(SaveRequest(iteration=step, job=self._job))
         self._recorders[step] = report.recorder
-        return not report.skipped
+        return report.copies is not None
 
     def settle(self, step: int) -> None:
         self._optimizer.step()

@@ -88,7 +88,7 @@ class Trainer:
         holds the lock and has made the change.
         """
         if self.slots is not None:
-            self.slots.slab.signals.add_news()
+            self.slots.slab.signals.news += 1
 
     def forget_saves(self) -> None:
         """Drop the results that a former trainer of this rank was waiting for.
@@ -228,7 +228,7 @@ class Node:
             for number, slots in self.own_slots().items():
                 signals = slots.slab.signals
                 signals.save_at = self.save_at if self.ranks[number].run == newest else 0
-                signals.add_beat()
+                signals.beats += 1
 
     def saves(self) -> set[tuple[int, str]]:
         """Return iteration and id of every save in a slot of any rank. The caller holds the lock.

@@ -22,14 +22,18 @@ class Worker:
         """
         self._name = name
         self._failure = failure
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], object], threading.Event] | None]
+        self._work = queue.SimpleQueue()
+        #: Set when the last work has ended; None before the first.
+        self._last: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def add(self, work: Callable[[], object]) -> None:
         """Have the thread call `work`."""
-        self._work.put(work)
         with self._starting:
+            self._last = threading.Event()
+            self._work.put((work, self._last))
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
@@ -40,14 +44,16 @@ class Worker:
                 else:
                     self._thread = thread
 
-    def wait(self, within_s: float) -> None:
-        """Return when all work so far is done, or after `within_s`; then the work still goes on."""
-        if self._thread is not None:
-            done = threading.Event()
-            self._work.put(done.set)
-            done.wait(within_s)
+    @property
+    def is_busy(self) -> bool:
+        """True while work runs or waits for earlier work."""
+        return not self.wait(0.0)
 
-    def close(self, within_s: float) -> None:
+    def wait(self, within_s: float | None = None) -> bool:
+        """Wait until all work so far is done; False after `within_s`: the work still goes on."""
+        return self._last is None or self._last.wait(within_s)
+
+    def close(self, within_s: float | None = None) -> None:
         """Return when all work is done, or after `within_s`; then the work still goes on."""
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -55,8 +61,12 @@ class Worker:
             thread.join(within_s)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (entry := self._work.get()) is not None:
+            work, ended = entry
             try:
                 work()
             except Exception:  # otherwise all later work would be lost
                 logger.exception("%s", self._failure)
+            finally:
+                ended.set()
+            del entry, work  # an idle thread keeps nothing alive

@@ -84,7 +84,7 @@ def held_in_memory(checkpointer: Checkpointer) -> HeldInMemory:
         own, fields = _with_gathered_fields(link.take_slab(), checkpointer.rank)
         # If all ranks run on other nodes than before, no rank has an offer. The saves that the
         # nodes hold for their former ranks then show which saves to recover.
-        return own, (fields, link.saves_of_node() if has_copies and not fields else ())
+        return own, (fields, link.client().saves_of_node() if has_copies and not fields else ())
 
     (slab, offers), replies = run_and_gather(slab_and_offers)
     all_offers = [fields for fields, _ in replies]

@@ -329,7 +329,7 @@ def _report_unused_memory(call: LoadCall) -> None:
     if this_rank() != 0 or call.saves is None or call.job.optimizer is None:
         return
     with contextlib.suppress(FlashCkptError):  # the next save reports a lost agent
-        if held := call.saves.link.saves_of_node():
+        if held := call.saves.link.client().saves_of_node():
             logger.warning(
                 "iteration %d of %s in host memory is not used, because this job loads from %s; "
                 "start with --load %s to resume from it",

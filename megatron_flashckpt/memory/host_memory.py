@@ -44,7 +44,7 @@ def shown(nbytes: int) -> str:
     return f"{nbytes / unit:.1f} {name}"
 
 
-def process_limits(proc: Path = _PROC) -> list[ProcessLimit]:
+def process_limits() -> list[ProcessLimit]:
     """Return the limits of this process on the size of a slab, which is a file and is mapped.
 
     The agent writes the shards and inherits these limits.
@@ -55,7 +55,7 @@ def process_limits(proc: Path = _PROC) -> list[ProcessLimit]:
         bounds.append(ProcessLimit("file size limit (ulimit -f)", largest_file))
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
-        pages = int((proc / "self/statm").read_text().split()[0])
+        pages = int((_PROC / "self/statm").read_text().split()[0])
         left = addresses - pages * resource.getpagesize()
         bounds.append(ProcessLimit("address space limit (ulimit -v)", max(0, left)))
     return bounds

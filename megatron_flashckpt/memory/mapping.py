@@ -153,7 +153,7 @@ def _collapse(memory: memoryview) -> int:
     Pages that are huge already stay. `MADV_COLLAPSE` ignores the system's settings, except `deny`.
     The interpreter lock and the lock of the memory map are free meanwhile.
     """
-    begin, end = _address(memory), _whole_huge_pages(memory)
+    begin, end = address_of(memory), _whole_huge_pages(memory)
     collapsed = 0
     for offset in range(0, end, _COLLAPSE_NBYTES):
         nbytes = min(_COLLAPSE_NBYTES, end - offset)
@@ -181,7 +181,7 @@ def prefer_node(memory: memoryview, node: int) -> None:
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
     failed = _syscall(
         ctypes.c_long(number),
-        ctypes.c_void_p(_address(memory)),
+        ctypes.c_void_p(address_of(memory)),
         ctypes.c_ulong(memory.nbytes),
         ctypes.c_long(_MPOL_PREFERRED),
         mask,
@@ -201,12 +201,13 @@ def populate(memory: memoryview, *, huge_pages: bool = False) -> int:
     nothing is mapped.
     """
     huge_nbytes = _collapse(memory) if huge_pages else 0
-    begin = _address(memory)
+    begin = address_of(memory)
     for offset in range(0, memory.nbytes, _POPULATE_NBYTES):
         nbytes = min(_POPULATE_NBYTES, memory.nbytes - offset)
         _libc.madvise(begin + offset, nbytes, _MADV_POPULATE_WRITE)
     return huge_nbytes
 
 
-def _address(memory: memoryview) -> int:
+def address_of(memory: memoryview) -> int:
+    """Return the address of writable memory."""
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))

@@ -19,12 +19,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from megatron_flashckpt.memory import cuda
+from megatron_flashckpt.memory.mapping import address_of
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -57,13 +58,13 @@ def unlock_closed() -> None:
     Called before the process takes memory for another slab. Takes as long as locking.
     """
     while _still_locked:
-        _still_locked.pop().unpin_closed()
+        _still_locked.pop().unpin()
 
 
 class PinnedSlab:
-    """Locks the pages of one slab, from its start on, in a thread of its own.
+    """Locks and unlocks the pages of one slab, from its start on, in threads of its own.
 
-    That thread makes all calls and launches no kernel. CUDA keeps the error of a failed call and
+    Those threads make all calls and launch no kernel. CUDA keeps the error of a failed call and
     raises it in the next kernel of the same thread.
     """
 
@@ -84,10 +85,14 @@ class PinnedSlab:
         self._ended = threading.Event()
         #: Set when the rest of the slab must be locked, or locking must end, without pauses.
         self._hurried = threading.Event()
-        self._unpins = False
+        self._stays_locked = False
         self._settled = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="flashckpt-pin", daemon=True)
-        self._thread.start()
+        self._thread = self._started(self._run)
+
+    def _started(self, work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, name="flashckpt-pin", daemon=True)
+        thread.start()
+        return thread
 
     def covers(self, end: int) -> bool:
         """Return whether all bytes of the slab below `end` are locked."""
@@ -112,9 +117,10 @@ class PinnedSlab:
         Called when no copy is running and before the slab is unmapped; otherwise the driver would
         keep its pages.
         """
-        self._unpins = True
         self._end()
         self._thread.join()
+        if self.nbytes:
+            self._started(self._unpin).join()
 
     def close(self) -> None:
         """Stop locking. Locked chunks stay locked until `unlock_closed`, or the process ends.
@@ -122,24 +128,13 @@ class PinnedSlab:
         Unlocking would take as long as locking, and the kernel unlocks the memory of a process that
         ends.
         """
+        self._stays_locked = True
         self._end()
         self._thread.join(_CLOSE_S)
 
     def _end(self) -> None:
         self._ended.set()
         self.hurry()
-
-    def unpin_closed(self) -> None:
-        """Unlock all chunks after `close`; return when they are unlocked."""
-
-        def unlock() -> None:
-            with contextlib.suppress(RuntimeError):  # as in `_unpin`
-                cuda.enter_thread(self._device)
-            self._unlock()
-
-        thread = threading.Thread(target=unlock, name="flashckpt-pin", daemon=True)
-        thread.start()
-        thread.join()
 
     def _run(self) -> None:
         try:
@@ -149,17 +144,11 @@ class PinnedSlab:
             self._warn(str(error))
         self._settled.set()
         self._ended.wait()
-        if self.nbytes and not self._unpins:
+        if self.nbytes and self._stays_locked:
             _still_locked.append(self)
-        else:
-            self._unlock()
-
-    def _unlock(self) -> None:
-        self._unpin()
-        self._memory = memoryview(b"")
 
     def _pin(self) -> None:
-        runtime, address = torch.cuda.cudart(), _address(self._memory)  # type: ignore[no-untyped-call]
+        runtime, address = torch.cuda.cudart(), address_of(self._memory)  # type: ignore[no-untyped-call]
         begun = time.monotonic()
         while not self._ended.is_set() and self.nbytes < self._memory.nbytes:
             nbytes = min(CHUNK_NBYTES, self._memory.nbytes - self.nbytes)
@@ -181,11 +170,10 @@ class PinnedSlab:
         )
 
     def _unpin(self) -> None:
-        address = _address(self._memory)
         pinned, self.nbytes = self.nbytes, 0
-        if not pinned:
-            return
+        address = address_of(self._memory)
         with contextlib.suppress(RuntimeError):  # a broken context has no registrations
+            cuda.enter_thread(self._device)
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             for begin in range(0, pinned, CHUNK_NBYTES):
                 runtime.cudaHostUnregister(address + begin)
@@ -229,7 +217,3 @@ class PinnedSlab:
             self._memory.nbytes / 2**30,
             reason,
         )
-
-
-def _address(memory: memoryview) -> int:
-    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -18,18 +18,17 @@ _NAME = "/memfd:flashckpt-"
 _BLOCK_NBYTES = 512
 
 
-def announced(own: int, proc: Path = _PROC) -> dict[str, int]:
+def announced(own: int) -> dict[str, int]:
     """Return per rank the bytes that slabs of this user will still take, except memfd `own`.
 
     Slabs of containers with their own process namespace are not visible.
     """
-    counted = {_identity(os.fstat(own))}
+    slabs = {slab.identity: slab for slab in slab_descriptors()}  # several processes hold each
+    slabs.pop(_identity(os.fstat(own)), None)
     missing: dict[str, int] = {}
-    for slab in slab_descriptors(proc):
-        if slab.identity not in counted:
-            counted.add(slab.identity)
-            if slab.missing_nbytes > 0:
-                missing[slab.rank] = missing.get(slab.rank, 0) + slab.missing_nbytes
+    for slab in slabs.values():
+        if slab.missing_nbytes > 0:
+            missing[slab.rank] = missing.get(slab.rank, 0) + slab.missing_nbytes
     return missing
 
 
@@ -46,9 +45,9 @@ class SlabDescriptor(NamedTuple):
     """Bytes that are not allocated yet."""
 
 
-def slab_descriptors(proc: Path = _PROC) -> Iterator[SlabDescriptor]:
+def slab_descriptors() -> Iterator[SlabDescriptor]:
     """Return the slab descriptors of all visible processes of this user. Never raises."""
-    for process in proc.iterdir():
+    for process in _PROC.iterdir():
         if not process.name.isdigit():
             continue
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user

@@ -19,19 +19,6 @@ from megatron_flashckpt.save import joining
 logger = logging.getLogger(__name__)
 
 
-def held_memory(client: AgentClient, wait_s: float) -> str:
-    """Return how much memory an agent holds, and for which ranks; empty if it holds none.
-
-    Args:
-        wait_s: longest wait until the memory of departed ranks is freed.
-    """
-    try:
-        slabs = client.held(wait_s)
-    except AgentError:  # the agent is gone, and its memory with it
-        return ""
-    return f"agent {client.agent_pid} holds {describe_slabs(slabs)}" if slabs else ""
-
-
 class AgentConnection:
     """Connects on first use, and again after the agent was lost.
 
@@ -43,17 +30,13 @@ class AgentConnection:
         self._root = root
         self._rank = rank
         self._config = config
-        self._client: AgentClient | None = None
+        self.current: AgentClient | None = None
+        """The open connection, or None."""
         self._has_lost_one = False
         self._run: RunObject | None = None
         self._begun: BeginRun | None = None
         self._opened: PeersOpened | None = None
         self._peers: JoinPeers | None = None
-
-    @property
-    def current(self) -> AgentClient | None:
-        """The open connection, or None."""
-        return self._client
 
     def client(self) -> AgentClient:
         """Return the connection; open it, and start the agent, if necessary.
@@ -61,13 +44,13 @@ class AgentConnection:
         Raises:
             AgentError: there is no agent, and none can be started.
         """
-        if self._client is None:
+        if self.current is None:
             # The rank that first notices a lost agent starts the next one. Local rank 0 may notice
             # later, because it waits for this rank in training.
             local_rank = 0 if self._has_lost_one else int(os.environ.get("LOCAL_RANK", "0"))
-            self._client = connect(self._root, self._rank, local_rank, self._config)
-            self._send_run(self._client)
-        return self._client
+            self.current = connect(self._root, self._rank, local_rank, self._config)
+            self._send_run(self.current)
+        return self.current
 
     def _send_run(self, client: AgentClient) -> None:
         """Send a new agent all that the run has sent its agents so far."""
@@ -96,17 +79,17 @@ class AgentConnection:
             AgentError: there is no agent, or it is gone.
         """
         self._run = run
-        if self._client is None:
+        if self.current is None:
             self.client()  # sends the run
         else:
-            self._client.open_run(run)
+            self.current.open_run(run)
 
     def begin_run(self, run: BeginRun) -> None:
         """Tell the agent, and every later one, which ranks the run has on this node."""
         self._begun = run
-        if self._client is not None:
+        if self.current is not None:
             with contextlib.suppress(AgentError):  # the replacement gets this message
-                self._client.begin_run(run)
+                self.current.begin_run(run)
 
     def open_peers(self, host: str) -> PeersOpened:
         """Have the agent listen on `host` for the agents of other nodes.
@@ -150,11 +133,13 @@ class AgentConnection:
         that the run does not have.
         """
         try:
-            if self._client is None and not self.has_living_agent():
+            if self.current is None and not self.has_living_agent():
                 return ""
-            return held_memory(self.client(), wait_s)
+            client = self.client()
+            slabs = client.held(wait_s)
         except OSError:  # includes AgentError; the caller must reach its next collective
             return ""
+        return f"agent {client.agent_pid} holds {describe_slabs(slabs)}" if slabs else ""
 
     def note_lost(self) -> None:
         """Close the connection to a lost agent; this rank may start the next one."""
@@ -163,10 +148,10 @@ class AgentConnection:
 
     def leave(self) -> bool:
         """Have the agent free this rank's memory; return whether there is an agent."""
-        if self._client is None:
+        if self.current is None:
             return False
         try:
-            self._client.leave()
+            self.current.leave()
         except AgentError as error:
             logger.warning("rank %d: %s", self._rank, error)
             return False
@@ -174,6 +159,6 @@ class AgentConnection:
 
     def close(self) -> None:
         """Disconnect. Without a prior `leave`, the agent keeps this rank's slots for a restart."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        if self.current is not None:
+            self.current.close()
+            self.current = None

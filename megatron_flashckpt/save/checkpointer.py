@@ -8,10 +8,8 @@ import enum
 import math
 import time
 
-import torch.distributed as dist
-
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.collectives import reduce_int
+from megatron_flashckpt.collectives import reduce_int, this_rank, world_size
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
@@ -83,8 +81,7 @@ class Checkpointer:
         refuse_unusable(root)
         self.root = absolute(root)
         self.config = config
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, self.world_size = this_rank(), world_size()
         self.model_state = ModelState(config.replicated, config.weights)
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
@@ -94,8 +91,7 @@ class Checkpointer:
         self.planner = Planner(self.rank, self.world_size, self.link, self.model_state)
         self.saves = PendingSaves(self.root, self.rank, self.link)
         self._slots = SlotAcquisition(
-            *(self.root, self.rank, self.world_size, config),
-            *(self.link, self.model_state, self.saves),
+            self.root, self.rank, self.world_size, config, self.link, self.saves
         )
         #: Identity of the last saved state, see `_state_identity`.
         self._last: tuple[int, int, bool] | None = None
@@ -164,24 +160,22 @@ class Checkpointer:
             return self._save(request, own)
 
     def _save(self, request: SaveRequest, record: Recorder) -> SaveReport:
-        iteration = request.iteration
         if self._is_repeat(request):
-            return SaveReport(iteration, 0.0, 0, record, skipped=True, is_repeat=True)
+            return SaveReport(request, record, is_repeat=True)
         save_id = self._begin(request)
         plan = self._planned(request, save_id)
         self._last = self._state_identity(request)
         if (refusal := self._skipped_by_all(request, plan)) is not None:
-            return SaveReport(iteration, record.age_s, 0, record, skipped=True, refusal=refusal)
+            return SaveReport(request, record, refusal=refusal)
         if isinstance(plan, _SkipReason):
-            return SaveReport(iteration, record.age_s, 0, record, skipped=True)
+            return SaveReport(request, record)
         if not request.memory_only:
             reported.clear()
-        self.saves.begin(save_id, iteration)
+        self.saves.begin(save_id, request.iteration)
         copies = self._stage(request, plan, record)
         if self._is_blocking(request):
             self.link.stager.wait_copied()
-        nbytes = plan.layout.nbytes
-        return SaveReport(iteration, record.age_s, nbytes, record, save_id, copies=copies)
+        return SaveReport(request, record, save_id, copies)
 
     def _state_identity(self, request: SaveRequest) -> tuple[int, int, bool]:
         """Return the identity of the state that `request` saves."""
@@ -281,9 +275,8 @@ class Checkpointer:
             client=self.link.client(),
             slot=plan.slot,
             header=plan.slot.header,
-            layout=plan.layout,
             recorder=record,
-            plan=self.planner.take_origin(),
+            plan=self.planner.plans.take_origin(),
             memory_only=request.memory_only,
         )
         data_offset = plan.slot.data_offset

@@ -23,6 +23,8 @@ def check(
 ) -> None:
     """Check on all ranks that the ranks together save every element once. Collective.
 
+    One number per rank shows a difference; only then are the tallies of all ranks gathered.
+
     Args:
         pieces: the pieces that this rank saves.
 
@@ -30,31 +32,7 @@ def check(
         UnsupportedError: lists the tensors of which too many or too few elements are saved; on all
             ranks.
     """
-    _compare(tally(_model_pieces(state, geometry, pieces), state.tensors_starting_here(chunks)))
-
-
-def _model_pieces(state: ModelState, geometry: ModelGeometry, pieces: list[Piece]) -> list[Piece]:
-    """Return weights and buffers; a master that is saved in place of its weight counts as weight.
-
-    Layers that share a key may differ in this: only 16-bit weights are derived from masters.
-    """
-    weights = {(piece.key, piece.offset, piece.shape) for piece in pieces if piece.kind == WEIGHT}
-    return [
-        msgspec.structs.replace(piece, kind=WEIGHT) if piece.kind == MASTER else piece
-        for piece in pieces
-        if piece.kind != MASTER
-        or (
-            state.derives_key(geometry, piece.key)
-            and (piece.key, piece.offset, piece.shape) not in weights
-        )
-    ]
-
-
-def _compare(own: dict[str, Tally]) -> None:
-    """Compare the elements that all ranks save with the expected numbers.
-
-    One number per rank shows a difference; only then are the tallies of all ranks gathered.
-    """
+    own = tally(_model_pieces(state, geometry, pieces), state.tensors_starting_here(chunks))
     products = (
         xxhash.xxh3_64_intdigest(name.encode()) * (count.held - count.wanted)
         for name, count in own.items()
@@ -72,3 +50,20 @@ def _compare(own: dict[str, Tally]) -> None:
             if count.held != count.wanted
         ]
     )
+
+
+def _model_pieces(state: ModelState, geometry: ModelGeometry, pieces: list[Piece]) -> list[Piece]:
+    """Return weights and buffers; a master that is saved in place of its weight counts as weight.
+
+    Layers that share a key may differ in this: only 16-bit weights are derived from masters.
+    """
+    weights = {(piece.key, piece.offset, piece.shape) for piece in pieces if piece.kind == WEIGHT}
+    return [
+        msgspec.structs.replace(piece, kind=WEIGHT) if piece.kind == MASTER else piece
+        for piece in pieces
+        if piece.kind != MASTER
+        or (
+            state.derives_key(geometry, piece.key)
+            and (piece.key, piece.offset, piece.shape) not in weights
+        )
+    ]

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any
 
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.megatron_lm.compat import exists, has_async_utils
 from megatron_flashckpt.megatron_lm.job_flags import (
@@ -23,11 +26,18 @@ from megatron_flashckpt.megatron_lm.job_flags import (
 )
 from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.memory import cuda
-from megatron_flashckpt.save.local_files import refuse_local_files
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import is_url, refuse_unusable
 from megatron_flashckpt.tracing import LOOP, Recorder
 from megatron_flashckpt.waits import waiting
+
+#: Megatron's arguments that write files to `--save`, with the remedy if that is an object store.
+_ARGUMENTS = {
+    "log_progress": "leave out --log-progress",
+    "enable_ft_package": "leave out --enable-ft-package",
+    "save_wgrads_interval": "leave out --save-wgrads-interval",
+    "save_dgrads_interval": "leave out --save-dgrads-interval",
+}
 
 
 def watch() -> None:
@@ -84,6 +94,27 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
     return built
 
 
+def refuse_local_files(args: Any, config: Config) -> None:
+    """Raise if anything would write files to `args.save`, which is a URL.
+
+    As a path, a URL is a directory on a local disk of each node.
+
+    Raises:
+        ConfigError: names all of these settings, and how to do without them.
+    """
+    remedies = [remedy for name, remedy in _ARGUMENTS.items() if getattr(args, name, None)]
+    if getattr(args, "wandb_project", None) and not getattr(args, "wandb_save_dir", None):
+        remedies.append("give --wandb-save-dir")
+    if config.agent.log_in_save_directory:
+        remedies.append("set 'agent.log_in_save_directory: false'")
+    if config.trace.directory and not os.path.isabs(config.trace.directory):
+        remedies.append("give 'trace.directory' as an absolute path")
+    if remedies:
+        raise ConfigError(
+            f"{args.save}: an object store takes no other files; {', '.join(remedies)}"
+        )
+
+
 def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
     """Call Megatron's own function and measure how long the training loop waits for it.
 
@@ -115,7 +146,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     margs = stock.get_args()
     if not _polls_every_iteration():
         session.finalize(blocking=False)
-    if not _saves(margs) or session.is_ready(margs.save):
+    if not _saves(margs) or margs.save in session.ready:
         return step(*args, **kwargs)
     arguments = stock.bind(step, args, kwargs)
     startup = session.startup(margs.save)
@@ -128,7 +159,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         startup.checkpointer.link.wait_for_device_work()
     result = step(*args, **kwargs)
     if startup.dry_run(job):
-        session.note_ready(margs.save)
+        session.ready.add(margs.save)
     return result
 
 

@@ -16,7 +16,6 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.layout.save_cost import PlanOrigin
-from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save.pending_saves import PendingSaves
 from megatron_flashckpt.tracing import Recorder
@@ -38,7 +37,6 @@ class HandOver:
     slot: Slot
     header: SlotHeader
     """The slot's header during the copies."""
-    layout: Layout
     recorder: Recorder
     plan: PlanOrigin
     memory_only: bool
@@ -54,10 +52,14 @@ class HandOver:
         try:
             self._check_copies(error)
             self._mark_staged()
-            self._notify_agent()
+            record = self.recorder.record(self.recorder.age_s, self.plan, _LOOP_S)
+            self.client.staged(self.slot.index, *record)
             self.saves.handed_over(save_id)
             hit("stage.rung")
-            self._log(seconds)
+            logger.debug(
+                "rank %d: staged iteration %d, %d bytes in %.3f s",
+                *(self.rank, self.header.iteration, self.header.data_nbytes, seconds),
+            )
         except AgentRefusedError as failure:
             self.slot.set_state(SlotState.FAILED)
             self.saves.copies_failed(save_id, failure)
@@ -89,17 +91,3 @@ class HandOver:
         state = SlotState.KEPT if self.memory_only else SlotState.STAGED
         self.slot.set_header(msgspec.structs.replace(self.header, state=state))
         hit("stage.staged")
-
-    def _notify_agent(self) -> None:
-        """Send the "staged" message with the record of this rank's part."""
-        record = self.recorder.record(self.recorder.age_s, self.plan, _LOOP_S)
-        self.client.staged(self.slot.index, *record)
-
-    def _log(self, seconds: float) -> None:
-        logger.debug(
-            "rank %d: staged iteration %d, %d bytes in %.3f s",
-            self.rank,
-            self.header.iteration,
-            self.layout.nbytes,
-            seconds,
-        )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from megatron_flashckpt.agent.life import AgentFacts, EnclosingUnit, own_unit
+from megatron_flashckpt.save.save_reports import say
 
 #: Pid and start time of the announced agents. Megatron's last save joins an agent a second time.
 _announced: set[tuple[int, float]] = set()
@@ -26,9 +26,7 @@ def announce(pid: int, facts: AgentFacts, root: str) -> None:
         return
     _announced.add((pid, facts.started_at))
     for line in lines(pid, facts, own_unit(), root):
-        # One write per line: other threads print, too.
-        sys.stdout.write(f"  flashckpt: {line}\n")
-    sys.stdout.flush()
+        say(0, line)
 
 
 def lines(pid: int, facts: AgentFacts, own: EnclosingUnit, root: str) -> list[str]:

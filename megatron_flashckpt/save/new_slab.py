@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from pathlib import Path
 
-from megatron_flashckpt.agent.client import AgentClient
+import torch
+
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.pinned_slab import unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlabGeometry, align
-from megatron_flashckpt.save.agent_connection import held_memory
+from megatron_flashckpt.save.agent_connection import AgentConnection
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def slab_nbytes(slots: int, data_nbytes: int, plan_nbytes: int) -> int:
 
 
 def new_slab(
-    client: AgentClient,
+    connection: AgentConnection,
     config: Config,
     rank: int,
     device: int | None,
@@ -58,7 +59,7 @@ def new_slab(
             held_share=config.held_share,
         )
     except StorageError as error:
-        held = held_memory(client, 0.0) if error.errno == errno.ENOMEM else ""
+        held = connection.held_memory(0.0) if error.errno == errno.ENOMEM else ""
         raise StorageError(error.errno, "; ".join(filter(None, (error.strerror, held)))) from error
     map_pages(slab, config, rank, started)
     return slab
@@ -77,3 +78,20 @@ def map_pages(slab: Slab, config: Config, rank: int, started: float) -> None:
         "ready in %.2f s",
         *(rank, slab.geometry.nbytes / gib, slab.huge_nbytes / gib, time.monotonic() - started),
     )
+
+
+def node_of_gpu(device: int, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Return the NUMA node of CUDA device `device`; None if the node is unknown.
+
+    Copies into memory of another node are about a third slower. The kernel reports -1 on machines
+    with one node. Old releases of torch lack the PCI address.
+    """
+    try:
+        properties = torch.cuda.get_device_properties(device)
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id  # type: ignore[attr-defined]
+        number = properties.pci_device_id  # type: ignore[attr-defined]
+        address = f"{domain:04x}:{bus:02x}:{number:02x}.0"
+        node = int((devices / address / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None

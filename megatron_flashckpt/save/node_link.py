@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
@@ -20,7 +21,6 @@ from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 from megatron_flashckpt.save.agent_connection import AgentConnection
-from megatron_flashckpt.save.background_work import BackgroundWork
 from megatron_flashckpt.save.new_slab import FIRST_META, map_pages, new_slab
 from megatron_flashckpt.save.stager import Stager
 
@@ -41,7 +41,6 @@ class NodeLink:
     """
 
     def __init__(self, root: str, rank: int, config: Config) -> None:
-        self._root = root
         self._rank = rank
         self._config = config
         self._connection = AgentConnection(root, rank, config)
@@ -52,7 +51,9 @@ class NodeLink:
         self._offered_by: AgentClient | None = None
         #: True if the slab was kept over a restart, and its pages must be mapped after the load.
         self._unmapped = False
-        self._background = BackgroundWork()
+        self._background = Worker(
+            "flashckpt-prepare", f"rank {rank}: the preparation of saves failed"
+        )
         #: The reason why no agent replaced the last lost one; empty if an agent did.
         self.refusal = ""
         #: Saves that were staged in the slab when an agent got it; that agent reports the outcomes.
@@ -71,7 +72,7 @@ class NodeLink:
         try:
             self._note_device()
         except SaveFailedError as error:
-            logger.warning("rank %d: preparation of the first save failed: %s", self._rank, error)
+            self._warn_unprepared(error)
             return
         if self._unmapped and self._slab is not None:
             self._unmapped = False
@@ -125,14 +126,15 @@ class NodeLink:
         def run() -> None:
             try:
                 cuda.enter_thread(self._device)
-            except RuntimeError as error:
-                logger.warning(
-                    "rank %d: preparation of the first save failed: %s", self._rank, error
-                )
-            else:
                 work(*args)
+            except (FlashCkptError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
+                self._warn_unprepared(error)
 
-        self._background.begin("flashckpt-prepare", run)
+        self._background.add(run)
+
+    def _warn_unprepared(self, error: Exception) -> None:
+        # The first save meets the same error and reports it as its result.
+        logger.warning("rank %d: preparation of the first save failed: %s", self._rank, error)
 
     def _populate(self, slab: Slab) -> None:
         map_pages(slab, self._config, self._rank, time.monotonic())
@@ -145,19 +147,15 @@ class NodeLink:
             self.stager.pin(client.log.parent, hurry=hurry)
 
     def _prepare(self, nbytes: int | None, plan_nbytes: int) -> None:
-        try:
-            if nbytes is None:
-                self._connection.client()
-            else:
-                self._ensure(nbytes, plan_nbytes + FIRST_META)
-        except FlashCkptError as error:
-            # The first save meets the same error and reports it as its result.
-            logger.warning("rank %d: preparation of the first save failed: %s", self._rank, error)
+        if nbytes is None:
+            self._connection.client()
+        else:
+            self._ensure(nbytes, plan_nbytes + FIRST_META)
 
     @property
     def is_preparing(self) -> bool:
         """True while background work runs; the next request would wait for it."""
-        return self._background.is_running
+        return self._background.is_busy
 
     @property
     def has_slab(self) -> bool:
@@ -198,14 +196,14 @@ class NodeLink:
             self.stager.wait()
             self._free_empty_slab()
             slab = new_slab(
-                *(self._connection.client(), self._config, self._rank, self._device),
+                *(self._connection, self._config, self._rank, self._device),
                 *(data_nbytes, meta_nbytes),
             )
             self._use(slab)
             self._attached_to = None
         elif self.stager.device != self._device:
             self._use(slab)
-        if not self._is_attached:
+        if self.shared is None:
             self._attach(slab)
         self._pin()
         return slab
@@ -215,7 +213,7 @@ class NodeLink:
         slab = self._slab
         if slab is None or (_holds_checkpoint(slab) and not self._gives_up_only(slab)):
             return
-        if self._is_attached:
+        if self.shared is not None:
             self._connection.client().detach()
             self._attached_to = None
         self.stager.drop_slab()
@@ -224,18 +222,13 @@ class NodeLink:
 
     def _gives_up_only(self, slab: Slab) -> bool:
         """Try to empty the only slot of a slab, for a save that needs a larger slab."""
-        is_writable = self._is_attached and not slab.read_only
+        is_writable = self.shared is not None and not slab.read_only
         return is_writable and slab.geometry.slots == 1 and self._connection.client().acquire() == 0
 
     def _attach(self, slab: Slab) -> None:
         client = self._connection.client()
         self._adopted += client.attach(slab)
         self._attached_to = client
-
-    @property
-    def _is_attached(self) -> bool:
-        client = self._connection.current
-        return client is not None and self._attached_to is client
 
     @property
     def shared(self) -> tuple[AgentClient, Slab] | None:
@@ -275,10 +268,6 @@ class NodeLink:
             if self._unmapped:  # `prepare` maps all pages; a load to a GPU needs locked ones now
                 self._pin(hurry=True)
         return slab, offers
-
-    def saves_of_node(self) -> tuple[tuple[int, str], ...]:
-        """Return iteration and id of every save that any rank has in a slot on this node."""
-        return self.client().saves_of_node()
 
     def reclaim(self) -> None:
         """Make a read-only slab writable if the earlier process has ended since the load.
@@ -373,7 +362,7 @@ class NodeLink:
 
     def seek_agent(self) -> None:
         """Find an agent in the background; it gets the slab, with all that is staged in it."""
-        self._background.begin("flashckpt-replace", self._replace)
+        self._background.add(self._replace)
 
     def withdraw(self, save_id: str) -> None:
         """Keep later agents from writing a staged save that other ranks report as failed."""
@@ -402,12 +391,12 @@ class NodeLink:
         """
         if self.is_preparing:
             return None
-        self._background.wait()
         adopted, self._adopted = self._adopted, ()
         return adopted
 
     def abandon(self) -> None:
         """Disconnect after a crash, without waiting for the preparing thread or a hanging GPU."""
+        self._background.close(0.0)
         self.stager.abandon()
         self._connection.close()
 
@@ -417,7 +406,7 @@ class NodeLink:
         Returns:
             True if there is an agent.
         """
-        self._background.wait()
+        self._background.close()
         self.stager.close()
         has_agent = self._connection.leave() if leave else self.current is not None
         self._connection.close()

@@ -7,15 +7,24 @@ of its own process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import platform
 from collections.abc import Sequence
 
+from megatron_flashckpt.agent.place import place_of
+from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.collectives import run_and_gather
-from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.errors import FlashCkptError, StorageError
+from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate
 from megatron_flashckpt.memory.host_memory import Limit, ProcessLimit, limits, process_limits, shown
+from megatron_flashckpt.memory.pinned_slab import unlock_closed
+from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.new_slab import slab_nbytes
 
+#: Longest wait until agents have written and freed the memory of an earlier run, in seconds.
+_RELEASE_S = 60.0
 #: Upper bound of the lines that an error lists.
 _MOST_SHOWN = 10
 
@@ -49,15 +58,12 @@ class SharedLimit:
     host: str
     place: str
     ranks: tuple[int, ...]
-    slab_nbytes: int
+    nbytes: int
     held_nbytes: int
+    """The part of `nbytes` that the node holds for ranks of other nodes."""
     left_nbytes: int
     """Bytes that the limit leaves: the smallest value that one of the ranks has read."""
-    holders: tuple[str, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return self.slab_nbytes + self.held_nbytes
+    holders: tuple[str, ...]
 
     @property
     def missing_nbytes(self) -> int:
@@ -65,25 +71,48 @@ class SharedLimit:
         return self.nbytes - self.left_nbytes
 
 
-def gather_needs(
-    slab_nbytes: int, held_nbytes: int, *, is_there: bool, agent: str = "", holder: str = ""
-) -> list[Need]:
-    """Return the needs of all ranks, in rank order. Collective.
+def check_memory(checkpointer: Checkpointer, expected: SizeEstimate) -> list[Need]:
+    """Check that all nodes have the memory; return each rank's need, in rank order. Collective.
 
-    Args:
-        slab_nbytes: size of this rank's slab.
-        held_nbytes: bytes that this rank's node holds for a rank of another node (`redundancy`).
-        is_there: True if the agent has kept that memory over a restart.
-        agent: socket of this rank's agent.
-        holder: memory that the agent holds already, and for which ranks.
+    An agent may still hold memory for ranks of an earlier run that this run does not have. The
+    agents learn here which ranks this run has, and get time to free the rest.
+
+    Raises:
+        StorageError: as `check`, on all ranks.
     """
+    run_id, slots = checkpointer.runs.agree(), checkpointer.config.slots
+    needs = _needs(checkpointer, expected)
+    ranks = ranks_of_same_agent(needs, checkpointer.rank)
+    checkpointer.link.agent.begin_run(BeginRun(run_id, ranks))
+    try:
+        check(needs, slots)
+    except StorageError:
+        needs = _needs(checkpointer, expected, checkpointer.link.agent.held_memory(_RELEASE_S))
+        check(needs, slots)
+    return needs
 
-    def measure() -> tuple[None, Need]:
-        bounds = tuple(limits()), tuple(process_limits())
-        sizes = (slab_nbytes, held_nbytes, is_there)
-        return None, Need(platform.node(), *sizes, *bounds, agent, holder)
 
-    return run_and_gather(measure)[1]
+def _needs(checkpointer: Checkpointer, expected: SizeEstimate, holder: str = "") -> list[Need]:
+    """Return the need of each rank, in rank order. Collective."""
+    config, link = checkpointer.config, checkpointer.link
+    with contextlib.suppress(FlashCkptError):  # the first save reports the same error
+        link.reclaim()
+    unlock_closed()
+    slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
+
+    def own() -> tuple[None, Need]:
+        return None, Need(
+            platform.node(),
+            slab,
+            int(slab * config.held_share),
+            link.has_slab,
+            tuple(limits()),
+            tuple(process_limits()),
+            str(place_of(checkpointer.root, config.runtime_dir)),
+            holder,
+        )
+
+    return run_and_gather(own)[1]
 
 
 def ranks_of_same_agent(needs: Sequence[Need], rank: int) -> tuple[int, ...]:
@@ -161,7 +190,7 @@ def by_limit(needs: Sequence[Need]) -> list[SharedLimit]:
             host=needs[group[0][0]].host,
             place=group[0][1].place,
             ranks=tuple(rank for rank, _ in group),
-            slab_nbytes=sum(needs[rank].slab_nbytes for rank, _ in group if new[rank]),
+            nbytes=sum(needs[rank].nbytes for rank, _ in group if new[rank]),
             held_nbytes=sum(needs[rank].held_nbytes for rank, _ in group if new[rank]),
             left_nbytes=max(0, min(limit.left_nbytes for _, limit in group)),
             holders=tuple(sorted({needs[rank].holder for rank, _ in group} - {""})),

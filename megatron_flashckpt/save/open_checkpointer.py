@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog.listing import newest_durable
-from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.save_reports import SaveReports, say
-from megatron_flashckpt.save.staged_save import StagedSave
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.storage.opening import open_store
-from megatron_flashckpt.tracing import Recorder
+from megatron_flashckpt.tracing import LOOP, Recorder
 
 
 def reports_on(root: str, rank: int) -> SaveReports:
@@ -36,23 +34,18 @@ class OpenCheckpointer:
     checkpointer: Checkpointer
     reports: SaveReports
     startup: Startup
-    staged: list[StagedSave] = dataclasses.field(default_factory=list)
+    staged: list[SaveReport] = dataclasses.field(default_factory=list)
     """Saves whose figures are not reported yet, in order."""
     recorders: dict[str, Recorder] = dataclasses.field(default_factory=dict)
     """Timings of saves whose outcomes are not reported yet, by save id."""
     unwritten: int | None = None
     """Iteration of the last save if it was skipped or is for memory only; else None."""
 
-    def saved(
-        self, iteration: int, report: SaveReport, *, memory_only: bool, until_durable: bool = False
-    ) -> None:
-        """Keep a save for its later reports, or report why it was skipped.
-
-        Args:
-            until_durable: True if the caller waits for the commit now.
-        """
+    def saved(self, report: SaveReport) -> None:
+        """Keep a save for its later reports, or report why it was skipped."""
         if report.is_repeat:
             return
+        iteration, memory_only = report.request.iteration, report.request.memory_only
         if not memory_only:
             self.reports.note_agent_log(self.checkpointer.config.runtime_dir)
             self.reports.requested(iteration)
@@ -61,7 +54,7 @@ class OpenCheckpointer:
         self.unwritten = iteration if memory_only or report.refusal is not None else None
         if report.copies is not None:
             self.recorders[report.save_id] = report.recorder
-            self.staged.append(StagedSave(report, report.copies, memory_only, until_durable))
+            self.staged.append(report)
 
     def write_last(self) -> bool:
         """Save the last state to storage, if its save was skipped or went to memory only.
@@ -80,7 +73,7 @@ class OpenCheckpointer:
             return False
         if report is None:
             return False
-        if not report.skipped:
+        if report.copies is not None:
             self.recorders[report.save_id] = report.recorder
         self.reports.requested(iteration)
         say(
@@ -103,31 +96,30 @@ class OpenCheckpointer:
 
     def _report_staged(self) -> None:
         """Report the saves whose copies have ended; the others follow in a later iteration."""
-        while self.staged and self.staged[0].copies.are_known():
-            save = self.staged.pop(0)
-            if not save.copies.failed:
-                say(self.checkpointer.rank, save.line())
+        while self.staged and (copies := self.staged[0].copies) and copies.are_known():
+            report = self.staged.pop(0)
+            if not copies.failed:
+                say(self.checkpointer.rank, _staged_line(report, copies))
 
-    def report(
-        self,
-        outcomes: list[Outcome],
-        config: Config,
-        announce: Callable[[Outcome, Recorder | None, int], None] = lambda *_: None,
-        *,
-        last: bool,
-    ) -> str | None:
+    def announce(self, outcome: Outcome, own: Recorder | None, failures: int) -> None:
+        """Do what the training loop does at the end of a save, before it is reported.
+
+        Args:
+            own: this rank's timings of the save if they are known.
+            failures: number of saves that have failed in a row.
+        """
+
+    def report(self, outcomes: list[Outcome], *, last: bool) -> str | None:
         """Log outcomes; return why training must stop, or None if it continues.
 
         Args:
-            announce: called before each report, with this rank's timings of the save if they are
-                known, and the number of saves that have failed in a row.
             last: True if training has ended.
         """
         reason = None
         for outcome in outcomes:
             reports, own = self.reports, self.recorders.pop(outcome.save_id, None)
             failures = 0 if outcome.error is None else reports.failures_in_a_row + 1
-            announce(outcome, own, failures)
+            self.announce(outcome, own, failures)
             if outcome.kept:
                 reports.kept(outcome)
             elif outcome.error is None:
@@ -135,11 +127,12 @@ class OpenCheckpointer:
             else:
                 reports.failed(outcome)
                 # A slow rank may learn of more failures; all ranks stop with one message.
-                reason = reason or self._why_stop(outcome, config, last=last)
+                reason = reason or self._why_stop(outcome, last=last)
         return reason
 
-    def _why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
+    def _why_stop(self, failed: Outcome, *, last: bool) -> str | None:
         """Return why training must stop after a failed save, or None if training continues."""
+        config = self.checkpointer.config
         if config.on_failure == "raise":
             return failed.error
         is_first = config.stop_on_failed_first_save and not self.reports.has_committed
@@ -165,3 +158,31 @@ class OpenCheckpointer:
         if agent is not None:
             self.reports.unit = agent.facts.life
         self.reports.has_agent = self.checkpointer.close(leave=leave)
+
+
+def _staged_line(report: SaveReport, copies: CopyFigures) -> str:
+    """Return the line of the job's log about a save whose figures are known. Called once."""
+    request, recorder = report.request, report.recorder
+    recorder.step_on_gpu_s = copies.step_wait_s()
+    where = "as the training loop sees it" if recorder.call == LOOP else "in save_checkpoint"
+    if request.must_wait:
+        where += " before its wait for a durable checkpoint"
+    kept = " for host memory only" if request.memory_only else ""
+    return (
+        f"iteration {request.iteration} staged{kept}, {copies.nbytes / 2**20:.1f} MiB on rank 0, "
+        f"blocked {1000 * recorder.call_s:.1f} ms {where}, then "
+        f"{1000 * recorder.step_s:.1f} ms for the copies; {_copied(copies)}"
+    )
+
+
+def _copied(figures: CopyFigures) -> str:
+    text = f"copied at {figures.nbytes / 1e9 / max(figures.seconds, 1e-9):.1f} GB/s"
+    if figures.locked_nbytes is None:
+        return text
+    if figures.part_bytes_per_s is not None:
+        text += f" (single parts {figures.part_bytes_per_s / 1e9:.1f})"
+    total = figures.slab_nbytes
+    return (
+        f"{text}; of {total / 2**30:.1f} GiB of slots {figures.locked_nbytes / 2**30:.1f} are "
+        f"page-locked, {figures.huge_nbytes / 2**30:.1f} in pages of 2 MiB"
+    )

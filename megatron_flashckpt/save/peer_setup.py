@@ -93,7 +93,7 @@ def nodes_of(ranks: list[tuple[str, int, str] | None]) -> tuple[PeerNode, ...]:
     ranks_of: dict[tuple[str, int, str], list[int]] = {}
     for rank, agent in enumerate(ranks):
         if agent is not None:
-            ranks_of.setdefault((agent[0], agent[1], agent[2]), []).append(rank)
+            ranks_of.setdefault(agent, []).append(rank)
     return tuple(PeerNode(*agent, tuple(members)) for agent, members in ranks_of.items())
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.layout.save_cost import PlanOrigin
-from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
+from megatron_flashckpt.layout.template import Layout, PlanCache
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.job_state import JobState
@@ -27,12 +26,7 @@ class Planner:
         self._world_size = world_size
         self._state = state
         self._templates = SharedTemplates(link)
-        self._plans = PlanCache(self._templates.fetch, self._templates.publish)
-
-    @property
-    def counters(self) -> PlanCounters:
-        """Numbers of this rank's layouts that were cached, fetched from the agent, or computed."""
-        return self._plans.counters
+        self.plans = PlanCache(self._templates.fetch, self._templates.publish)
 
     def enumerated(self, request: SaveRequest) -> list[LocalPiece]:
         """Return all pieces that this rank saves, in layout order.
@@ -56,7 +50,7 @@ class Planner:
             AgentError: the agent, which shares templates, is gone.
         """
         with phase("plan"), gc_paused():
-            return self._plans.layout([local.piece for local in pieces])
+            return self.plans.layout([local.piece for local in pieces])
 
     def dry_run(self, job: JobState, run_id: str | None) -> tuple[int, int]:
         """Enumerate and plan as a save does; share the template with other nodes.
@@ -70,12 +64,8 @@ class Planner:
         """
         pieces = self._pieces(job, rerun=None)
         with gc_paused(), self._templates.over_nodes(run_id):
-            layout = self._plans.layout([local.piece for local in pieces])
+            layout = self.plans.layout([local.piece for local in pieces])
         return layout.nbytes, len(layout.encoded_template)
-
-    def take_origin(self) -> PlanOrigin:
-        """Return the most expensive origin of the layouts since the last call."""
-        return self._plans.take_origin()
 
     def _pieces(self, job: JobState, rerun: Any) -> list[LocalPiece]:
         """Return all that this rank saves, in layout order."""
@@ -86,5 +76,5 @@ class Planner:
                 job.chunks, geometry, job.saved_optimizer, rerun, save_rng=job.save_rng
             )
             pieces.append(side_state.frame(state, self._rank, self._world_size))
-            order = self._plans.order([local.piece for local in pieces])
+            order = self.plans.order([local.piece for local in pieces])
             return list(map(pieces.__getitem__, order))

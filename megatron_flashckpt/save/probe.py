@@ -19,6 +19,7 @@ from typing import TypeVar
 from megatron_flashckpt.collectives import run_and_gather, run_on_rank_0
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.file_format.file_names import PROBES
+from megatron_flashckpt.save.background_work import answer_within
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.storage.store import Store
 from megatron_flashckpt.storage.store_probe import probe_store
@@ -126,23 +127,10 @@ def _within(seconds: float, work: Callable[[], _T], store: Store) -> _T:
     Raises:
         StorageError: storage did not answer in time; the thread keeps waiting.
     """
-    results: list[_T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="flashckpt-probe", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    answer = answer_within(seconds, "flashckpt-probe", work)
+    if not answer.done():
         raise StorageError(
             errno.ETIMEDOUT,
             f"{store.place}: does not answer within {seconds:.0f} s; {store.advice.away}",
         )
-    return results[0]
+    return answer.result()

@@ -28,17 +28,12 @@ class SaveRequest:
 
 @dataclasses.dataclass(frozen=True)
 class SaveReport:
-    """Result of a `save` call, with the time that the training thread was blocked."""
+    """Result of a `save` call."""
 
-    iteration: int
-    blocked_s: float
-    """Duration of the call."""
-    nbytes: int
+    request: SaveRequest
     recorder: Recorder
     save_id: str = ""
     """Empty if nothing was staged."""
-    skipped: bool = False
-    """True if nothing was staged."""
     copies: CopyFigures | None = None
     """Figures of the copies, which may still run; None if nothing was staged."""
     refusal: str | None = None

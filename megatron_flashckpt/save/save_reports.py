@@ -24,11 +24,6 @@ _MOST_SHOWN = 8
 _ESCALATE = 2
 
 
-def log_level(rank: int, level: int) -> int:
-    """Return `level` on rank 0 and the debug level on other ranks."""
-    return level if rank == 0 else logging.DEBUG
-
-
 def say(rank: int, line: str) -> None:
     """Print a line of the job's log, on rank 0 only.
 
@@ -131,7 +126,7 @@ class SaveReports:
         """Report a save that all ranks skipped (`busy: skip`)."""
         if self._open == iteration:
             self._reason = f"it was skipped: {refusal}"
-        level = log_level(self.rank, logging.WARNING)
+        level = logging.WARNING if self.rank == 0 else logging.DEBUG
         logger.log(level, "iteration %d is not saved: %s", iteration, refusal)
 
     def last_failure(self) -> str | None:

@@ -27,7 +27,6 @@ from megatron_flashckpt.save.open_checkpointer import OpenCheckpointer, reports_
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run import Run
 from megatron_flashckpt.save.save_reports import SaveReports, node_count, say
-from megatron_flashckpt.save.scalars import save_scalars
 from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.storage.opening import absolute
 from megatron_flashckpt.tracing import Recorder
@@ -56,8 +55,7 @@ class _MegatronSaves(OpenCheckpointer):
         return is_due and self.reports.last_requested != iteration
 
     def announce(self, outcome: Outcome, own: Recorder | None, failures: int) -> None:
-        """Do what Megatron does at the end of a save."""
-        write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
+        write_scalars(lambda: _scalars(outcome, own, failures), outcome.iteration)
         save = None if outcome.kept else self.announced.pop(outcome.iteration, None)
         if save is not None and outcome.error is None:
             announcements.announce_committed(get_args(), save)
@@ -73,8 +71,8 @@ class Session:
     def _begin(self) -> None:
         """Set the state of a process that has neither loaded nor saved."""
         self._open: dict[str, _MegatronSaves] = {}
-        #: Save directories, as given, whose startup is complete. Looked up in every iteration.
-        self._ready: set[str] = set()
+        self.ready: set[str] = set()
+        """Save directories, as given, whose startup is complete. Looked up in every iteration."""
         #: Keys that the ranks had gathered about the model, by closed save directory.
         self._agreed: dict[str, _Agreed] = {}
         #: By save directory. Kept because a script may reopen a checkpointer after training.
@@ -98,8 +96,9 @@ class Session:
             # The run is kept for the last save: the job's store may be gone by then.
             checkpointer.runs.run = self._runs.setdefault(root, checkpointer.runs.run)
             startup = Startup(checkpointer, self.note_nodes)
-            reports = self._reports_of(root, checkpointer.rank)
-            self._open[root] = _MegatronSaves(checkpointer, reports, startup)
+            if root not in self._reports:
+                self._reports[root] = reports_on(root, checkpointer.rank)
+            self._open[root] = _MegatronSaves(checkpointer, self._reports[root], startup)
             exit_status.watch()
             if self._nodes is not None:
                 checkpointer.model_state.note_nodes(self._nodes)
@@ -109,13 +108,6 @@ class Session:
         """Return the phases that come before the first save to `root`."""
         self.checkpointer(root)
         return self._open[absolute(root)].startup
-
-    def is_ready(self, root: str) -> bool:
-        """Return whether the startup phases of saves to `root` are complete."""
-        return root in self._ready
-
-    def note_ready(self, root: str) -> None:
-        self._ready.add(root)
 
     def begin_attempt(self) -> None:
         """Forget an earlier attempt of this process, which an in-process restart has ended.
@@ -146,7 +138,7 @@ class Session:
     def _forget_open(self) -> None:
         """Forget the checkpointers; a later save in this process starts from phase 1."""
         self._open.clear()
-        self._ready.clear()
+        self.ready.clear()
 
     def note_nodes(self, nodes: Sequence[Hashable]) -> None:
         """Note the node of every rank, for all present and later checkpointers of this process."""
@@ -154,34 +146,17 @@ class Session:
         for opened in self._open.values():
             opened.checkpointer.model_state.note_nodes(nodes)
 
-    def _reports_of(self, root: str, rank: int) -> SaveReports:
-        if root not in self._reports:
-            self._reports[root] = reports_on(root, rank)
-        return self._reports[root]
-
     def resumed(self, root: str, iteration: int) -> None:
         """Note that training resumes from a checkpoint in storage, perhaps not the newest."""
         self._open[absolute(root)].reports.note_durable(iteration)
 
-    def saved(
-        self,
-        root: str,
-        save: announcements.AnnouncedSave,
-        report: SaveReport,
-        *,
-        memory_only: bool,
-        until_durable: bool = False,
-    ) -> None:
-        """Keep `save` for the announcement of its commit, or report why the save was skipped.
-
-        Args:
-            until_durable: True if the caller waits for the commit now.
-        """
+    def saved(self, root: str, save: announcements.AnnouncedSave, report: SaveReport) -> None:
+        """Keep `save` for the announcement of its commit, or report why the save was skipped."""
         opened = self._open[absolute(root)]
-        opened.saved(save.iteration, report, memory_only=memory_only, until_durable=until_durable)
+        opened.saved(report)
         if not report.is_repeat:
             opened.last = save
-        if report.copies is not None and not memory_only:
+        if report.copies is not None and not report.request.memory_only:
             opened.announced[save.iteration] = save
 
     def save_requested(self, root: str, iteration: int) -> bool:
@@ -220,7 +195,7 @@ class Session:
             outcomes = opened.collect(blocking=blocking)
             if not outcomes:  # nearly always: the loop calls this in every iteration
                 continue
-            reason = opened.report(outcomes, self.config, opened.announce, last=last)
+            reason = opened.report(outcomes, last=last)
             if reason is not None:
                 reasons[root] = reason
         if reasons:
@@ -324,11 +299,29 @@ class Session:
         self._forget_open()
 
 
-def _make_session() -> Session:
-    # Read the settings when training starts: a wrong setting must not fail at iteration 1,000.
-    new_session = Session(load_config())
-    atexit.register(new_session.at_exit)
-    return new_session
+def _scalars(outcome: Outcome, own: Recorder | None, failures: int) -> dict[str, float]:
+    """Return the scalars of a save that has an outcome, for TensorBoard and similar writers.
+
+    The outcome of a committed save holds the timings of all ranks, of which the slowest counts.
+
+    Args:
+        own: this rank's recorder of the save, if known.
+        failures: number of consecutive failed saves, including this one.
+    """
+    blocked_s = 0.0 if own is None else own.blocked_s
+    if outcome.kept:
+        return {"checkpoint/memory/blocked_ms": 1000 * blocked_s}
+    scalars: dict[str, float] = {"checkpoint/failures_in_a_row": failures}
+    if (cost := outcome.cost) is not None:
+        blocked_s = max(blocked_s, cost.blocked_s)
+        scalars["checkpoint/staged_s"] = cost.staged_s
+        scalars["checkpoint/durable_s"] = cost.durable_s
+        scalars["checkpoint/bytes"] = cost.nbytes
+        scalars["checkpoint/gb_per_s"] = cost.nbytes / 1e9 / max(cost.durable_s, 1e-9)
+    scalars["checkpoint/blocked_ms"] = 1000 * blocked_s
+    return scalars
 
 
-session: Session = _make_session()
+# Read the settings when training starts: a wrong setting must not fail at iteration 1,000.
+session: Session = Session(load_config())
+atexit.register(session.at_exit)

@@ -6,18 +6,17 @@ only, so no save depends on another node.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import datetime
 import logging
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron_flashckpt.save.background_work import answer_within
 from megatron_flashckpt.save.node_link import NodeLink
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,8 @@ class SharedTemplates:
         Args:
             run_id: equal on all ranks; None before the ranks have agreed: nodes share nothing.
         """
-        if run_id is not None and _has_several_nodes():
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if run_id is not None and dist.is_initialized() and local_ranks < dist.get_world_size():
             self._store = _JobStore(f"megatron_flashckpt/template/{run_id}")
         try:
             yield
@@ -122,23 +122,8 @@ class _JobStore:
         """
         if self._hangs:
             raise RuntimeError("the job's store does not answer")
-        future: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(ask())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="flashckpt-store", daemon=True).start()
-        try:
-            return future.result(seconds)
-        except TimeoutError as error:
+        answer = answer_within(seconds, "flashckpt-store", ask)
+        if not answer.done():
             self._hangs = True
-            raise RuntimeError(f"the job's store did not answer within {seconds:.0f} s") from error
-
-
-def _has_several_nodes() -> bool:
-    if not dist.is_initialized():
-        return False
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size()
+            raise RuntimeError(f"the job's store did not answer within {seconds:.0f} s")
+        return answer.result()

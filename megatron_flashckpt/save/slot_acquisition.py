@@ -14,7 +14,6 @@ from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.job_description import versions
-from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotState
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save.node_link import NodeLink
@@ -36,7 +35,6 @@ class SlotAcquisition:
         world_size: int,
         config: Config,
         link: NodeLink,
-        state: ModelState,
         saves: PendingSaves,
     ) -> None:
         self._root = root
@@ -44,7 +42,6 @@ class SlotAcquisition:
         self._world_size = world_size
         self._config = config
         self._link = link
-        self._state = state
         self._saves = saves
         #: `time.monotonic()` at which the end of the job stops waiting; infinite while it trains.
         self.ends_at = math.inf
@@ -110,6 +107,11 @@ class SlotAcquisition:
 
     def _encoded_meta(self, request: SaveRequest, layout: Layout, ancestors: Ancestors) -> bytes:
         """Return the encoded description of the slot's contents."""
+        common = b""
+        if self._rank == 0:  # the state is equal on all ranks
+            common = side_state.encode_common(
+                side_state.common_state(request.job, request.iteration)
+            )
         return msgspec.msgpack.encode(
             EncodedMeta(
                 root=self._root,
@@ -120,16 +122,10 @@ class SlotAcquisition:
                 template_fingerprint=layout.template_fingerprint,
                 template=msgspec.Raw(layout.encoded_template),
                 placement=layout.placement,
-                common=self._common_state(request),
+                common=common,
                 description={**versions(), **request.job.description},
                 retain_interval=request.job.retain_interval,
                 retention=self._config.retention,
                 metrics=reported.current(),
             )
         )
-
-    def _common_state(self, request: SaveRequest) -> bytes:
-        """Return the encoded state that is equal on all ranks; rank 0 saves it."""
-        if self._rank != 0:
-            return b""
-        return side_state.encode_common(side_state.common_state(request.job, request.iteration))

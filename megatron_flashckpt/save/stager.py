@@ -78,16 +78,12 @@ class Stager:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._slab: Slab | None = None
         self._pinned: PinnedSlab | None = None
-        self._device: int | None = None
+        self.device: int | None = None
+        """CUDA device whose tensors are copied; None if all tensors are on the host."""
         self._stream: torch.cuda.Stream | None = None
         self._pace: CopyPace | None = None
         self._thread = threading.Thread(target=self._run, name="flashckpt-stage", daemon=True)
         self._thread.start()
-
-    @property
-    def device(self) -> int | None:
-        """CUDA device whose tensors are copied; None if all tensors are on the host."""
-        return self._device
 
     def use(self, slab: Slab, *, device: int | None) -> None:
         """Stage into `slab` from now on, from tensors on the host and on CUDA device `device`.
@@ -98,28 +94,15 @@ class Stager:
             SaveFailedError: CUDA cannot create a stream on that device; the former slab is dropped.
         """
         self.drop_slab()
-        if device != self._device or (self._stream is None and device is not None):
-            self._stream = self._device = self._pace = None
-            self._stream = self._make_stream(device)
-            self._device = device
-            self._pace = None if device is None else CopyPace(PART_NBYTES)
+        if device != self.device or (self._stream is None and device is not None):
+            self._stream = self.device = self._pace = None
+            if device is not None:
+                self._stream, self._pace = _new_stream(device), CopyPace(PART_NBYTES)
+            self.device = device
         self._slab = slab
         # A memoryview keeps the mapping open while the tensor exists; a tensor of the mapping
         # itself does not.
         self._bytes = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
-
-    def _make_stream(self, device: int | None) -> torch.cuda.Stream | None:
-        if device is None:
-            return None
-        try:
-            # PyTorch hands its 32 default-priority streams to several users. The pool of
-            # high-priority streams has hardly any other user.
-            return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise SaveFailedError(
-                f"cuda:{device} cannot create a stream for copies to host memory ({error}); "
-                "restart the job on another GPU"
-            ) from error
 
     def pin(self, lock_directory: Path | None, *, hurry: bool = False) -> None:
         """Begin to page-lock the slab in the background, once per slab and only for a GPU.
@@ -128,8 +111,8 @@ class Stager:
             lock_directory: shared by the ranks of a node; None for a single rank.
             hurry: make no pauses, because no training runs yet.
         """
-        if self._device is not None and self._slab is not None and self._pinned is None:
-            self._pinned = PinnedSlab(self._slab, self._device, lock_directory)
+        if self.device is not None and self._slab is not None and self._pinned is None:
+            self._pinned = PinnedSlab(self._slab, self.device, lock_directory)
             if hurry:
                 self._pinned.hurry()
 
@@ -149,11 +132,7 @@ class Stager:
     def drop_slab(self) -> None:
         """Unlock the slab and drop its mapping. Waits for running copies."""
         self.wait()
-        if self._pinned is not None:
-            self._pinned.unpin()
-            self._pinned = None
-        self._slab = None
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._release_slab(PinnedSlab.unpin)
 
     def stage(
         self, copies: list[Copy], finish: Callable[[float, BaseException | None], None]
@@ -167,7 +146,7 @@ class Stager:
         if self._pinned is not None:
             self._pinned.hurry()
         late = [copy for copy in copies if not copy.early]
-        figures = CopyFigures(sum(copy.source.nbytes for copy in copies))
+        figures = CopyFigures(sum(copy.nbytes for copy in copies))
         job = _Job(late, finish, recorder() or Recorder(), figures)
         try:
             self._check_devices(copies)
@@ -186,8 +165,8 @@ class Stager:
     def _check_devices(self, copies: list[Copy]) -> None:
         """Refuse tensors on other devices, because no stream would wait for their copies."""
         devices = {copy.source.device.index for copy in copies if copy.source.is_cuda}
-        if others := sorted(devices - {self._device}):
-            device = "no GPU" if self._device is None else f"cuda:{self._device}"
+        if others := sorted(devices - {self.device}):
+            device = "no GPU" if self.device is None else f"cuda:{self.device}"
             raise SaveFailedError(
                 f"tensors of this rank are on cuda:{others[0]}, but the training thread's current "
                 f"device is {device}; call torch.cuda.set_device({others[0]}) before the first save"
@@ -258,7 +237,7 @@ class Stager:
         self.wait()
         self._jobs.put(None)
         self._thread.join()
-        self._release_slab()
+        self._release_slab(PinnedSlab.close)
 
     def abandon(self) -> None:
         """Let this process end soon, even if the GPU hangs; called after a crash of training.
@@ -269,9 +248,9 @@ class Stager:
         if self.wait(ABANDON_S):
             self.close()
 
-    def _release_slab(self) -> None:
+    def _release_slab(self, release: Callable[[PinnedSlab], None]) -> None:
         if self._pinned is not None:
-            self._pinned.close()
+            release(self._pinned)
             self._pinned = None
         self._slab = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -288,7 +267,7 @@ class Stager:
         error = job.error
         try:
             if error is None:
-                cuda.enter_thread(self._device)
+                cuda.enter_thread(self.device)
                 with job.recorder.phase("late copies"):
                     self._copy_late(job)
         except BaseException as failure:
@@ -336,19 +315,12 @@ class Stager:
                     for run in part:
                         run.keep_memory(self._stream)
                         run.copy_from_device()
-            job.all_copied = self._record()
+            job.all_copied = timed_event()
         job.begun.set()
         job.all_copied.synchronize()
 
     def _runs(self, copies: list[Copy], most_nbytes: int) -> Iterator[Run]:
         return runs(copies, self._bytes, self.is_pinned, most_nbytes)
-
-    def _record(self) -> torch.cuda.Event:
-        """Record an event after the enqueued copies; a thread that waits for the event sleeps."""
-        assert self._stream is not None
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
 
     def _copy_early(self, copies: list[Copy]) -> None:
         """Copy after all work that training has enqueued; its next work waits for the copies.
@@ -365,6 +337,18 @@ class Stager:
             for run in self._runs(copies, PART_NBYTES):
                 run.copy_from_device()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _new_stream(device: int) -> torch.cuda.Stream:
+    try:
+        # PyTorch hands its 32 default-priority streams to several users. The pool of high-priority
+        # streams has hardly any other user.
+        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise SaveFailedError(
+            f"cuda:{device} cannot create a stream for copies to host memory ({error}); restart "
+            "the job on another GPU"
+        ) from error
 
 
 def _parts(runs_of_save: Iterator[Run]) -> Iterator[list[Run]]:

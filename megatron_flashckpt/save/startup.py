@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import platform
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -17,9 +18,11 @@ from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import SizeEstimate, expect
-from megatron_flashckpt.save import coverage_check, equal_settings, reservation
+from megatron_flashckpt.save import coverage_check, equal_settings, probe
 from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.node_memory import check_memory
 from megatron_flashckpt.save.start_message import print_start
+from megatron_flashckpt.storage.opening import open_store
 
 
 class Startup:
@@ -189,9 +192,14 @@ class Startup:
 
     def _reserve(self, job: JobState, expected: SizeEstimate, started: float) -> None:
         """Check that the slabs fit into memory and that storage accepts saves."""
-        needs = reservation.check_memory(self.checkpointer, expected)
+        needs = check_memory(self.checkpointer, expected)
         if job.trains:  # otherwise the job may lack permission to write
-            reservation.check_storage(self.checkpointer)
+            probe.check(
+                open_store(self.checkpointer.root),
+                self.checkpointer.rank,
+                is_first_of_node=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+                wait_s=self._config.probe_wait_s,
+            )
         print_start(job, self.checkpointer, expected, needs, started)
 
     # ------------------------------------------------------------------ 3. agree

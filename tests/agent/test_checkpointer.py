@@ -174,7 +174,7 @@ def test_the_last_save_waits_for_a_slot_at_most_for_the_drain_timeout(
         report = job.checkpointer.write_last()
         outcomes = {outcome.iteration: outcome.error or "" for outcome in job.checkpointer.wait()}
     assert report is not None
-    assert report.skipped
+    assert report.copies is None
     assert "no slot became free within 1 s" in outcomes[3]
     assert all("raise 'drain_timeout_s'" in outcomes[iteration] for iteration in (1, 2, 3))
     assert job.save(4) is None, "a save that is not the last one waits longer"
@@ -192,7 +192,7 @@ def test_a_state_that_all_ranks_skip_for_a_busy_one_is_saved_by_a_later_call(
     )
     for _ in range(3):
         report = job.checkpointer.save(job.request(2))
-        assert report.skipped
+        assert report.copies is None
         assert report.refusal is not None
         slab, offers = job.checkpointer.link.client().take()
         assert slab is not None

@@ -14,7 +14,7 @@ import pytest
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, describe_slabs
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit
-from megatron_flashckpt.save import node_memory, reservation
+from megatron_flashckpt.save import node_memory
 from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.node_memory import Need
@@ -139,7 +139,7 @@ def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
         root=str(root), rank=0, config=node.config(), link=link, runs=runs
     )
     expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0)
-    return reservation.check_memory(checkpointer, expected)
+    return node_memory.check_memory(checkpointer, expected)
 
 
 @pytest.mark.parametrize("missing_nbytes", [0, 1])

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.memory.signals import Signals
+from megatron_flashckpt.memory.slab import Signals
 from megatron_flashckpt.save import agent_watch
 from tests.agent.conftest import Node
 from tests.support.rank_job import Job

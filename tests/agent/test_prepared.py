@@ -24,7 +24,7 @@ from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.megatron_lm.test_side_state import QuantizedLinear
-from tests.memory.test_slab import kernel_collapses
+from tests.memory.test_mapping import kernel_collapses
 from tests.support.rank_job import JOB, Job
 from tests.support.trainer import eventually
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -81,14 +82,24 @@ def smaps(name: str, field: str) -> int:
     return int(next(line for line in entry if line.startswith(f"{field}:")).split()[1]) * 1024
 
 
+def kernel_collapses() -> bool:
+    """Return whether the kernel makes huge pages now; independent of the code under test."""
+    fd, probe = with_holes("probe", "x")
+    os.close(fd)
+    madvise, address = ctypes.CDLL(None).madvise, ctypes.c_void_p(mapping.address_of(probe))
+    return madvise(address, ctypes.c_size_t(HUGE_NBYTES), 25) == 0
+
+
+def require_huge_pages() -> None:
+    if not kernel_collapses():
+        pytest.skip("this kernel does not collapse pages (Linux 6.1), or has no huge page left")
+
+
 def test_a_stretch_that_cannot_be_huge_costs_only_its_own_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernel ends a call at the first stretch that fails; here it is one without a page."""
-    fd, probe = with_holes("probe", "x")
-    if not mapping._collapse(probe):
-        pytest.skip("this kernel does not collapse pages (Linux 6.1), or has no huge page left")
-    os.close(fd)
+    require_huge_pages()
     monkeypatch.setattr(mapping, "_COLLAPSE_NBYTES", 2 * HUGE_NBYTES)
     fd, memory = with_holes("holes", "x.xxxxx")
     collapsed = mapping._collapse(memory)
@@ -100,20 +111,27 @@ def test_a_stretch_that_cannot_be_huge_costs_only_its_own_call(
     os.close(fd)
 
 
-def test_a_slab_is_collapsed_by_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one call for all, a failure early in the slab left the rest in pages of 4 KiB."""
-    calls: list[tuple[int, int]] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The calls of `madvise`: address, bytes and advice. The first one fails."""
+    made: list[tuple[int, int, int]] = []
 
     class Library:
         @staticmethod
-        def madvise(address: int, nbytes: int, advice: int) -> int:
-            calls.append((advice, nbytes))
-            return -1 if len(calls) == 1 else 0
+        def madvise(*call: int) -> int:
+            made.append(call)
+            return -1 if len(made) == 1 else 0
 
-    memory = memoryview(bytearray(70 * 2**20 + 5))
     monkeypatch.setattr(mapping, "_libc", Library)
+    return made
+
+
+def test_a_slab_is_collapsed_by_short_calls(calls: list[tuple[int, int, int]]) -> None:
+    """With one call for all, a failure early in the slab left the rest in pages of 4 KiB."""
+    memory = memoryview(bytearray(70 * 2**20 + 5))
     assert mapping._collapse(memory) == 38 * 2**20
-    assert calls == [(mapping._MADV_COLLAPSE, mib * 2**20) for mib in (32, 32, 6)]
+    expected = [(mib * 2**20, mapping._MADV_COLLAPSE) for mib in (32, 32, 6)]
+    assert [call[1:] for call in calls] == expected
 
 
 def test_a_populated_slab_knows_how_much_of_it_is_huge() -> None:
@@ -132,19 +150,14 @@ def test_a_populated_slab_knows_how_much_of_it_is_huge() -> None:
     slab.close()
 
 
-def test_pages_are_mapped_by_many_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_mapped_by_many_short_calls(calls: list[tuple[int, int, int]]) -> None:
     """Each call holds the kernel's lock of the memory map; other threads allocate between calls."""
-    calls: list[tuple[int, int]] = []
-
-    class Library:
-        @staticmethod
-        def madvise(address: int, nbytes: int, advice: int) -> None:
-            assert advice == mapping._MADV_POPULATE_WRITE
-            calls.append((address, nbytes))
-
     memory = memoryview(bytearray(9 * 2**20 + 5))
-    monkeypatch.setattr(mapping, "_libc", Library)
     mapping.populate(memory)
-    assert [nbytes for _, nbytes in calls] == [4 * 2**20, 4 * 2**20, 2**20 + 5]
-    begin = calls[0][0]
-    assert [address - begin for address, _ in calls] == [0, 4 * 2**20, 8 * 2**20]
+    begin, mib = calls[0][0], 2**20
+    assert [(address - begin, nbytes) for address, nbytes, _ in calls] == [
+        (0, 4 * mib),
+        (4 * mib, 4 * mib),
+        (8 * mib, mib + 5),
+    ]
+    assert {advice for *_, advice in calls} == {mapping._MADV_POPULATE_WRITE}

@@ -17,9 +17,10 @@ import torch
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.memory import mapping
 from megatron_flashckpt.memory import slab as slab_module
-from megatron_flashckpt.memory.numa import node_of_gpu
+from megatron_flashckpt.memory.mapping import address_of
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
+from megatron_flashckpt.save.new_slab import node_of_gpu
 from megatron_flashckpt.save.node_link import NodeLink
 from tests.simulated_gpu import Node, simulated_gpus
 
@@ -51,10 +52,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return made
 
 
-def address_of(slab: Slab) -> int:
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(slab.memory))
-
-
 @pytest.mark.parametrize(("node", "mask"), [(0, (1,)), (5, (1 << 5,)), (64, (0, 1))])
 @pytest.mark.parametrize(("machine", "number"), [("x86_64", 237), ("aarch64", 235)])
 def test_the_node_is_requested_before_a_page_is_allocated(
@@ -72,7 +69,7 @@ def test_the_node_is_requested_before_a_page_is_allocated(
     )
     slab = Slab.create(1, 0, PAGE, "0", numa_node=node)
     nbytes = slab.geometry.nbytes
-    assert kernel.calls == [(number, address_of(slab), nbytes, MPOL_PREFERRED, *mask, 0)]
+    assert kernel.calls == [(number, address_of(slab.memory), nbytes, MPOL_PREFERRED, *mask, 0)]
     assert asked_before == [1]
     slab.close()
 
@@ -110,7 +107,7 @@ def test_the_real_kernel_places_a_slab_at_node_0() -> None:
         for line in Path("/proc/self/numa_maps").read_text().splitlines()
         if "memfd:flashckpt-numa" in line
     ]
-    assert line.split()[:2] == [f"{address_of(slab):x}", "prefer:0"]
+    assert line.split()[:2] == [f"{address_of(slab.memory):x}", "prefer:0"]
     slab.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_flashckpt.memory import pinned_slab
+from megatron_flashckpt.memory.mapping import address_of
 from megatron_flashckpt.memory.pinned_slab import PinnedSlab, unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from tests.simulated_gpu import Node, simulated_gpus
@@ -29,9 +30,9 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         yield node
 
 
-def new_slab() -> Slab:
+def new_slab(name: str = "0") -> Slab:
     """Return a slab of five chunks, the last of them partial."""
-    slab = Slab.create(1, 100, 4 * CHUNK, "0", huge_pages=False)
+    slab = Slab.create(1, 100, 4 * CHUNK, name, huge_pages=False)
     assert 4 * CHUNK < slab.geometry.nbytes < 5 * CHUNK
     return slab
 
@@ -43,16 +44,8 @@ def slab() -> Iterator[Slab]:
     slab.close()
 
 
-def address(slab: Slab) -> int:
-    return torch.frombuffer(slab.memory, dtype=torch.uint8).data_ptr()
-
-
 def chunks(slab: Slab) -> list[int]:
     return [CHUNK] * 4 + [slab.geometry.nbytes - 4 * CHUNK]
-
-
-def soon(event: str, probe: Callable[[], bool]) -> None:
-    eventually(event, probe)
 
 
 def await_end(pinned: PinnedSlab) -> None:
@@ -88,7 +81,7 @@ def test_one_thread_locks_all_chunks_in_order_on_the_rank_s_device(node: Node, s
     pinned.wait()
     assert pinned.covers(slab.geometry.nbytes)
     assert node.runtime.registered_by == [(nbytes, THREAD, 5) for nbytes in chunks(slab)]
-    begins = [address(slab) + CHUNK * number for number in range(5)]
+    begins = [address_of(slab.memory) + CHUNK * number for number in range(5)]
     assert list(node.runtime.locked) == begins
     first = node.calls[0]
     assert (first.name, first.thread) == ("set_device", THREAD)
@@ -100,11 +93,11 @@ def test_the_locked_range_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
     gate = node.refusals["cudaHostRegister"] = Gate()
     pinned = PinnedSlab(slab, 0, None)
     for number in range(5):
-        soon("the thread is inside the driver", lambda: gate.waiting == 1)
+        eventually("the thread is inside the driver", lambda: gate.waiting == 1)
         assert pinned.covers(number * CHUNK)
         assert not pinned.covers(number * CHUNK + 1)
         gate.open(1)
-        soon("one chunk more", lambda number=number: pinned.nbytes > number * CHUNK)
+        eventually("one chunk more", lambda number=number: pinned.nbytes > number * CHUNK)
     pinned.wait()
     assert pinned.nbytes == slab.geometry.nbytes
     pinned.close()
@@ -119,7 +112,7 @@ def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def pausing_slab(slab: Slab, lock_directory: Path | None = None) -> PinnedSlab:
     """Return the slab in the pause after its first chunk."""
     pinned = PinnedSlab(slab, 0, lock_directory)
-    soon("the first chunk is locked", lambda: pinned.covers(CHUNK))
+    eventually("the first chunk is locked", lambda: pinned.covers(CHUNK))
     assert not pinned._settled.wait(0.1)
     assert not pinned.covers(CHUNK + 1), "no chunk is locked in a pause"
     return pinned
@@ -132,7 +125,7 @@ def test_pauses_end_when_a_save_begins_or_a_thread_waits(
 ) -> None:
     pinned = pausing_slab(slab)
     end_pauses(pinned)
-    soon("all is locked", lambda: pinned.covers(slab.geometry.nbytes))
+    eventually("all is locked", lambda: pinned.covers(slab.geometry.nbytes))
     pinned.unpin()
     assert node.runtime.locked == {}
 
@@ -153,7 +146,7 @@ def test_all_ranks_of_a_node_pause_together(node: Node, slab: Slab, tmp_path: Pa
     """The driver's lock is shared, so a chunk of one rank delays the training of all."""
     first, other_slab = pausing_slab(slab, tmp_path), new_slab()
     second = PinnedSlab(other_slab, 1, tmp_path)
-    soon("the other has begun", lambda: any(call.device == 1 for call in node.calls))
+    eventually("the other has begun", lambda: any(call.device == 1 for call in node.calls))
     second.hurry()
     assert not second._settled.wait(0.1)
     assert not second.covers(1)
@@ -193,7 +186,7 @@ def test_chunks_locked_before_a_failure_stay_usable(
     assert node.runtime.locked == {}
 
 
-def test_the_thread_that_locked_the_chunks_also_unlocks_them(node: Node, slab: Slab) -> None:
+def test_no_thread_of_training_unlocks_the_chunks(node: Node, slab: Slab) -> None:
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
     pinned.unpin()
@@ -208,10 +201,12 @@ def test_unpinning_during_locking_unlocks_the_locked_chunks(node: Node, slab: Sl
     gate = node.refusals["cudaHostRegister"] = Gate()
     pinned = PinnedSlab(slab, 0, None)
     gate.open(1)
-    soon("the second chunk is being locked", lambda: pinned.nbytes == CHUNK and gate.waiting == 1)
+    eventually(
+        "the second chunk is being locked", lambda: pinned.nbytes == CHUNK and gate.waiting == 1
+    )
     unpinning = threading.Thread(target=pinned.unpin)
     unpinning.start()
-    soon("the thread is asked to end", pinned._ended.is_set)
+    eventually("the thread is asked to end", pinned._ended.is_set)
     gate.open(1)
     unpinning.join(PATIENCE_S)
     await_end(pinned)
@@ -222,7 +217,7 @@ def test_unpinning_during_locking_unlocks_the_locked_chunks(node: Node, slab: Sl
 
 def test_memory_that_stays_locked_stays_mapped(node: Node) -> None:
     """CUDA still copies to the old pages, even if their addresses are mapped again."""
-    slab = Slab.create(1, 100, 4 * CHUNK, "stays", huge_pages=False)
+    slab = new_slab("stays")
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
     (address, *_) = node.runtime.locked
@@ -236,7 +231,7 @@ def test_memory_that_stays_locked_stays_mapped(node: Node) -> None:
 
 
 def test_closed_memory_is_unlocked_and_unmapped_for_another_slab(node: Node) -> None:
-    slabs = [Slab.create(1, 100, 4 * CHUNK, "closed", huge_pages=False) for _ in range(2)]
+    slabs = [new_slab("closed") for _ in range(2)]
     for slab in slabs:
         pinned = PinnedSlab(slab, 5, None)
         pinned.wait()
@@ -254,7 +249,7 @@ def test_closed_memory_is_unlocked_and_unmapped_for_another_slab(node: Node) -> 
 
 
 def test_unlocking_closed_memory_ends_even_if_the_device_has_failed(node: Node) -> None:
-    slab = Slab.create(1, 100, 4 * CHUNK, "failed", huge_pages=False)
+    slab = new_slab("failed")
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
     pinned.close()
@@ -271,7 +266,7 @@ def test_closing_does_not_wait_for_a_hanging_driver(
     monkeypatch.setattr(pinned_slab, "_CLOSE_S", 0.05)
     gate = node.refusals["cudaHostRegister"] = Gate()
     pinned = PinnedSlab(slab, 0, None)
-    soon("the thread is inside the driver", lambda: gate.waiting == 1)
+    eventually("the thread is inside the driver", lambda: gate.waiting == 1)
     pinned.close()
     assert pinned._thread.is_alive()
     gate.open(1)
@@ -283,7 +278,7 @@ def test_the_ranks_of_a_node_lock_one_after_another(node: Node, slab: Slab, tmp_
     gate = node.refusals["cudaHostRegister"] = Gate()
     other_slab = new_slab()
     both = [PinnedSlab(slab, 0, tmp_path), PinnedSlab(other_slab, 1, tmp_path)]
-    soon("one is inside the driver", lambda: gate.waiting == 1)
+    eventually("one is inside the driver", lambda: gate.waiting == 1)
     gate.open(10)
     for pinned in both:
         pinned.wait()
@@ -299,11 +294,11 @@ def test_a_rank_that_waits_for_the_lock_can_be_closed(
 ) -> None:
     gate = node.refusals["cudaHostRegister"] = Gate()
     first = PinnedSlab(slab, 0, tmp_path)
-    soon("the first is inside the driver", lambda: gate.waiting == 1)
+    eventually("the first is inside the driver", lambda: gate.waiting == 1)
     for leave in (PinnedSlab.close, PinnedSlab.unpin):
         other_slab = new_slab()
         waiting = PinnedSlab(other_slab, 1, tmp_path)
-        soon("the other has begun", lambda: any(call.device == 1 for call in node.calls))
+        eventually("the other has begun", lambda: any(call.device == 1 for call in node.calls))
         leave(waiting)
         assert not waiting._thread.is_alive()
         waiting.wait()
@@ -335,10 +330,10 @@ def test_a_process_forked_while_locking_does_not_block_other_ranks(
     node.refusals["cudaHostRegister"] = fork
     first = PinnedSlab(slab, 0, tmp_path)
     try:
-        soon("all is locked", lambda: first.covers(slab.geometry.nbytes))
+        eventually("all is locked", lambda: first.covers(slab.geometry.nbytes))
         other_slab = new_slab()
         second = PinnedSlab(other_slab, 1, tmp_path)
-        soon("all is locked", lambda: second.covers(slab.geometry.nbytes))
+        eventually("all is locked", lambda: second.covers(slab.geometry.nbytes))
         second.unpin()
         other_slab.close()
     finally:

@@ -48,14 +48,20 @@ def slab() -> Iterator[Slab]:
 
 
 @pytest.fixture
-def stager(node: Node, slab: Slab) -> Iterator[Stager]:
+def unlocked(node: Node, slab: Slab) -> Iterator[Stager]:
+    """A stager whose slab is not page-locked yet."""
     made = Stager()
     made.use(slab, device=RANK)
-    made.pin(None)
-    made.wait_pinned()
     yield made
     node.refusals.clear()
     made.close()
+
+
+@pytest.fixture
+def stager(unlocked: Stager) -> Stager:
+    unlocked.pin(None)
+    unlocked.wait_pinned()
+    return unlocked
 
 
 def copies(slab: Slab, tensors: list[torch.Tensor], early: int = 0) -> list[Copy]:
@@ -73,6 +79,15 @@ def staged(slab: Slab, numel: int) -> torch.Tensor:
 
 def errors_of(finish: Finish) -> list[BaseException | None]:
     return [error for _, error in finish.calls]
+
+
+def save(slab: Slab, stager: Stager, tensors: list[torch.Tensor]) -> BaseException | None:
+    """Save `tensors`; return the error. The stager knows the rate of a part afterwards."""
+    finish = Finish()
+    stager.stage(copies(slab, tensors), finish)
+    stager.wait()
+    (error,) = errors_of(finish)
+    return error
 
 
 # ---------------------------------------------------------------------- order
@@ -171,10 +186,7 @@ def test_tensors_of_another_device_are_refused_and_named(
     """Copies on another device would run on a stream for which no step waits."""
     stager = Stager()
     stager.use(slab, device=device)
-    finish = Finish()
-    stager.stage(copies(slab, [torch.ones(10, device="cuda")]), finish)
-    stager.wait()
-    (error,) = errors_of(finish)
+    error = save(slab, stager, [torch.ones(10, device="cuda")])
     assert isinstance(error, SaveFailedError)
     ours = "no GPU" if device is None else "cuda:0"
     assert str(error) == (
@@ -185,25 +197,19 @@ def test_tensors_of_another_device_are_refused_and_named(
     stager.close()
 
 
-def test_another_device_gets_a_new_stream(node: Node, slab: Slab) -> None:
-    stager = Stager()
-    stager.use(slab, device=0)
-    stager.use(slab, device=RANK)
-    stager.pin(None)
-    finish = Finish()
-    stager.stage(copies(slab, [torch.ones(10, device="cuda")]), finish)
-    stager.wait()
-    assert errors_of(finish) == [None]
+def test_another_device_gets_a_new_stream(slab: Slab, unlocked: Stager) -> None:
+    unlocked.use(slab, device=0)
+    unlocked.use(slab, device=RANK)
+    unlocked.pin(None)
+    assert save(slab, unlocked, [torch.ones(10, device="cuda")]) is None
     assert torch.equal(staged(slab, 10), torch.ones(10))
-    assert stager._stream.device.index == RANK
-    stager.close()
+    assert unlocked._stream.device.index == RANK
 
 
 def test_our_threads_call_cuda_only_on_the_rank_s_device(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
-    stager.stage(copies(slab, [torch.ones(10, device="cuda")], early=0), Finish())
-    stager.wait()
+    save(slab, stager, [torch.ones(10, device="cuda")])
     ours = [call for call in node.calls if call.thread.startswith("flashckpt-")]
     entering = [call for call in ours if call.device != RANK]
     assert {call.name for call in entering} == {"set_device"}
@@ -226,12 +232,6 @@ def in_parts(count: int) -> list[torch.Tensor]:
     return [torch.full((PART_NUMEL,), float(n), device="cuda") for n in range(count)]
 
 
-def save_once(slab: Slab, stager: Stager, tensors: list[torch.Tensor]) -> None:
-    """Save `tensors`, so that the stager knows the rate of a part."""
-    stager.stage(copies(slab, tensors), Finish())
-    stager.wait()
-
-
 def test_one_part_is_enqueued_until_the_rate_of_a_part_is_known(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
@@ -249,7 +249,7 @@ def test_with_one_connection_parts_do_not_wait_for_each_other_behind_kernels(
 ) -> None:
     """A part enqueued after another has ended would wait for all kernels launched meanwhile."""
     tensors = in_parts(10)
-    save_once(slab, stager, tensors)
+    save(slab, stager, tensors)
     node.has_one_connection = True
     kernel = threading.Event()
     torch.cuda.current_stream().enqueue(lambda: kernel.wait(PATIENCE_S))
@@ -267,7 +267,7 @@ def test_all_remaining_parts_are_enqueued_when_the_step_waits(
     tensors = in_parts(14)
     engine = node.devices[RANK].to_host
     node.d2h_bytes_per_s = PART / 0.05
-    save_once(slab, stager, tensors)
+    save(slab, stager, tensors)
     engine.most_queued_nbytes = 0
     stager.stage(copies(slab, tensors), Finish())
     with node.devices[RANK].held():
@@ -296,7 +296,7 @@ def test_timers_and_small_copies_of_training_do_not_wait_for_a_save(
     timers("interval-time").stop()
     timers("save-checkpoint", log_level=0).start()
     node.d2h_bytes_per_s = parts * PART / 0.7  # the copies take 700 ms in all
-    save_once(slab, stager, tensors)
+    save(slab, stager, tensors)
 
     def waited_for(work: Callable[[], object]) -> int:
         """Return an upper bound of the copied bytes for which this thread waited in `work`."""
@@ -329,7 +329,7 @@ def test_the_figures_of_a_save_tell_what_the_step_waited_for(
 ) -> None:
     tensors = in_parts(10)
     node.d2h_bytes_per_s = PART / 0.03
-    save_once(slab, stager, tensors)
+    save(slab, stager, tensors)
     figures = stager.stage(copies(slab, tensors), Finish())
     assert not figures.are_known()
     stager.before_change()
@@ -356,8 +356,7 @@ def test_a_gpu_that_fails_leaves_no_figures(node: Node, slab: Slab, stager: Stag
 
 
 def test_our_waits_do_not_spin(node: Node, slab: Slab, stager: Stager) -> None:
-    stager.stage(copies(slab, in_parts(6)), Finish())
-    stager.wait()
+    save(slab, stager, in_parts(6))
     names = {call.name for call in node.calls if call.thread.startswith("flashckpt-")}
     assert "Event.synchronize" in names
     assert names.isdisjoint({"spin", "Stream.synchronize", "synchronize"})
@@ -366,78 +365,58 @@ def test_our_waits_do_not_spin(node: Node, slab: Slab, stager: Stager) -> None:
 # ---------------------------------------------------------------------- page-locking
 
 
-def test_copies_into_memory_not_yet_locked_are_plain(node: Node, slab: Slab) -> None:
-    stager = Stager()
-    stager.use(slab, device=RANK)
-    finish = Finish()
-    stager.stage(copies(slab, in_parts(3)), finish)
-    stager.wait()
-    assert errors_of(finish) == [None]
+def test_copies_into_memory_not_yet_locked_are_plain(slab: Slab, unlocked: Stager) -> None:
+    assert save(slab, unlocked, in_parts(3)) is None
     assert torch.equal(staged(slab, 3 * PART_NUMEL)[::PART_NUMEL], torch.arange(3.0))
-    stager.close()
 
 
 def test_no_copy_crosses_the_border_of_two_locked_chunks(
-    node: Node, slab: Slab, monkeypatch: pytest.MonkeyPatch
+    node: Node, slab: Slab, unlocked: Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = 3 << 18
     monkeypatch.setattr("megatron_flashckpt.memory.pinned_slab.CHUNK_NBYTES", chunk)
     monkeypatch.setattr("megatron_flashckpt.memory.runs.CHUNK_NBYTES", chunk)
     node.runtime.failing_call = 4  # the rest is not locked
-    stager = Stager()
-    stager.use(slab, device=RANK)
-    stager.pin(None)
-    stager.wait_pinned()
+    unlocked.pin(None)
+    unlocked.wait_pinned()
     tensors = [torch.rand(numel).to(dtype) for dtype in (torch.float32, torch.bfloat16)
                for numel in (700_001, 3, 130_000, 600_000)]  # fmt: skip
     finish = Finish()
-    stager.stage(copies(slab, [tensor.cuda() for tensor in tensors], early=3), finish)
-    stager.wait()
+    unlocked.stage(copies(slab, [tensor.cuda() for tensor in tensors], early=3), finish)
+    unlocked.wait()
     assert errors_of(finish) == [None]
     whole = b"".join(map(raw, tensors))
     assert bytes_at(slab, slab.slots[0].data_offset, len(whole)) == whole
-    stager.close()
 
 
 def test_page_locking_no_longer_pauses_once_a_save_has_begun(
-    node: Node, slab: Slab, monkeypatch: pytest.MonkeyPatch
+    node: Node, slab: Slab, unlocked: Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then its pauses leave the driver to training."""
     monkeypatch.setattr("megatron_flashckpt.memory.pinned_slab.CHUNK_NBYTES", 1 << 20)
     monkeypatch.setattr("megatron_flashckpt.memory.pinned_slab._PAUSE_PER_CALL", 1e9)
-    stager = Stager()
-    stager.use(slab, device=RANK)
-    stager.pin(None)
+    unlocked.pin(None)
     eventually("a chunk is locked", lambda: node.runtime.locked)
     assert sum(node.runtime.locked.values()) == 1 << 20
-    stager.stage(copies(slab, in_parts(1)), Finish())
-    stager.wait()
+    save(slab, unlocked, in_parts(1))
     eventually("all is locked", lambda: sum(node.runtime.locked.values()) == slab.geometry.nbytes)
-    stager.close()
 
 
 @pytest.mark.parametrize("limit", ["most_nbytes", "failing_call"])
 def test_a_failed_page_lock_is_logged_and_disturbs_no_kernel(
-    node: Node, slab: Slab, limit: str, caplog: pytest.LogCaptureFixture
+    node: Node, slab: Slab, unlocked: Stager, limit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     setattr(node.runtime, limit, 0 if limit == "failing_call" else 1 << 20)
-    stager = Stager()
-    stager.use(slab, device=RANK)
-    stager.pin(None)
-    stager.wait_pinned()
+    unlocked.pin(None)
+    unlocked.wait_pinned()
     weight = torch.ones(10, device="cuda")
     weight.mul_(2.0)  # would raise an error that was left in this thread
-    finish = Finish()
-    stager.stage(copies(slab, [weight]), finish)
-    stager.before_change()
-    stager.wait()
-    assert errors_of(finish) == [None]
+    assert save(slab, unlocked, [weight]) is None
     assert torch.equal(staged(slab, 10), torch.full((10,), 2.0))
     (message,) = [record.getMessage() for record in caplog.records]
     assert "kernel or the GPU driver" in message
     assert "pinned: false" in message
     assert "ulimit" not in message
-    stager.close()
 
 
 def test_a_slab_is_unlocked_when_replaced_but_not_at_exit(
@@ -543,7 +522,7 @@ def test_a_failed_save_ends_after_its_last_running_copy(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     """After its end the slab may be unmapped, so a running copy would write to foreign memory."""
-    save_once(slab, stager, in_parts(2))
+    save(slab, stager, in_parts(2))
     calls = 0
 
     def refuse_the_second() -> None:
@@ -593,10 +572,7 @@ def test_the_error_names_a_gpu_that_refuses_a_stream(node: Node, slab: Slab) -> 
         stager.use(slab, device=RANK)
     node.refusals.clear()
     stager.use(slab, device=RANK)
-    finish = Finish()
-    stager.stage(copies(slab, [torch.ones(10, device="cuda")]), finish)
-    stager.wait()
-    assert errors_of(finish) == [None]
+    assert save(slab, stager, [torch.ones(10, device="cuda")]) is None
     stager.close()
 
 
@@ -619,11 +595,9 @@ def test_an_exit_after_a_crash_does_not_wait_for_a_gpu(node: Node, slab: Slab, h
     assert errors_of(finish) != [None]
 
 
-def test_no_copy_is_lost_when_a_crash_leaves_the_gpu_alive(node: Node, slab: Slab) -> None:
-    stager = Stager()
-    stager.use(slab, device=RANK)
+def test_no_copy_is_lost_when_a_crash_leaves_the_gpu_alive(slab: Slab, unlocked: Stager) -> None:
     finish = Finish()
-    stager.stage(copies(slab, in_parts(5)), finish)
-    stager.abandon()
+    unlocked.stage(copies(slab, in_parts(5)), finish)
+    unlocked.abandon()
     assert errors_of(finish) == [None]
     assert torch.equal(staged(slab, 5 * PART_NUMEL)[::PART_NUMEL], torch.arange(5.0))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_flashckpt.config import AgentConfig, Config, Trace
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.save.local_files import refuse_local_files
+from megatron_flashckpt.save.entry_points import refuse_local_files
 
 URL = "s3://bucket/job"
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import errno
 import resource
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit, ProcessLimit, limits, process_limits
 from megatron_flashckpt.save import node_memory
+from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import (
     Need,
     check,
-    gather_needs,
     ranks_of_same_agent,
     tightest_limit,
 )
@@ -121,8 +124,13 @@ def test_ranks_with_existing_slabs_need_no_memory() -> None:
 
 def test_a_rank_reports_its_need_with_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_memory.platform, "node", lambda: "n7")
-    (own,) = gather_needs(5, 6, is_there=True)
-    assert (own.host, own.slab_nbytes, own.held_nbytes, own.is_there) == ("n7", 5, 6, True)
+    link = SimpleNamespace(reclaim=lambda: None, has_slab=True)
+    config = Config(redundancy="copy")
+    checkpointer: Any = SimpleNamespace(root="/ckpt", config=config, link=link)
+    expected: Any = SimpleNamespace(nbytes=GIB, plan_nbytes=0)
+    (own,) = node_memory._needs(checkpointer, expected)
+    slab = slab_nbytes(config.slots, GIB, 0)
+    assert (own.host, own.slab_nbytes, own.held_nbytes, own.is_there) == ("n7", slab, slab, True)
     assert [limit[:2] for limit in own.limits] == [limit[:2] for limit in limits()]
 
 

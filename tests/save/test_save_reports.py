@@ -14,7 +14,7 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.save.save_reports import SaveReports, log_level
+from megatron_flashckpt.save.save_reports import SaveReports
 from megatron_flashckpt.save.slot_acquisition import SlotAcquisition
 
 RANKS, PER_NODE = 1024, 8
@@ -84,7 +84,6 @@ def test_only_rank_0_reports_a_save_as_durable_kept_or_skipped(
         "  flashckpt: iteration 8 kept in host memory, not in storage, after 1.500 s",
     ]
     assert lines(caplog) == ["iteration 8 is not saved: busy"]
-    assert [log_level(rank, logging.INFO) for rank in range(3)] == [20, 10, 10]
 
 
 def test_only_rank_0_says_once_that_a_save_waits_for_a_slot(
@@ -95,8 +94,7 @@ def test_only_rank_0_says_once_that_a_save_waits_for_a_slot(
         client = SimpleNamespace(acquire=lambda *_: next(answers))  # noqa: B023
         link: Any = SimpleNamespace(client=lambda: client)  # noqa: B023
         saves: Any = SimpleNamespace(poll=list, put_back=lambda outcomes: None)
-        state: Any = None
-        slots = SlotAcquisition("/ckpt", rank, 3, Config(), link, state, saves)
+        slots = SlotAcquisition("/ckpt", rank, 3, Config(), link, saves)
         assert slots._granted(8, "id8", may_skip=False) == 1
     assert capsys.readouterr().out == (
         "  flashckpt: iteration 8 waits for a free slot, because earlier saves are still being "

@@ -137,36 +137,33 @@ def test_training_does_not_wait_if_all_copies_were_early(slab: Slab, stager: Hel
     assert len(finish.calls) == 1
 
 
-def test_pieces_of_any_type_adjacent_or_not_land_at_their_offsets(
-    slab: Slab, stager: HeldStager
-) -> None:
-    stager.gate.set()
-    position = slab.slots[0].data_offset
-    copies = []
-    types = [torch.float32, torch.float32, torch.int32, *[torch.bfloat16] * 4, torch.uint8]
-    for number, dtype in enumerate(types):
-        position += 2 if number == 5 else 0
-        source = torch.full((3 * (number % 3),), number + 1).to(dtype)
-        copies.append(Copy(source, position, False))
-        position += source.nbytes
-    stager.stage(copies, Finish())
-    stager.wait()
-    for copy in copies:
-        assert bytes_at(slab, copy.offset, copy.source.nbytes) == raw(copy.source)
+#: Types and numbers of elements of pieces in their order in the slot, and the gaps before them.
+PIECES = {
+    "any type": [
+        *((torch.float32, 0, 0), (torch.float32, 3, 0), (torch.int32, 6, 0)),
+        *((torch.bfloat16, 0, 0), (torch.bfloat16, 3, 0), (torch.bfloat16, 6, 2)),
+        *((torch.bfloat16, 0, 0), (torch.uint8, 3, 0)),
+    ],
+    "large and small": [
+        *((torch.float32, 200_000, 0), (torch.float32, 7, 0), (torch.float32, 0, 0)),
+        *((torch.bfloat16, 1, 0), (torch.bfloat16, 60_001, 0)),
+    ],
+}
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_adjacent_large_and_small_pieces_land_at_their_offsets(
-    slab: Slab, stager: HeldStager, early: bool
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_pieces_adjacent_or_not_land_at_their_offsets(
+    slab: Slab, stager: HeldStager, pieces: list[tuple[torch.dtype, int, int]], early: bool
 ) -> None:
     """The stager copies many small pieces with another call than large pieces."""
     stager.gate.set()
     position = slab.slots[0].data_offset
     copies = []
-    for dtype, numels in ((torch.float32, (200_000, 7, 0)), (torch.bfloat16, (1, 60_001))):
-        for numel in numels:
-            copies.append(Copy(torch.randn(numel).to(dtype), position, early))
-            position += copies[-1].source.nbytes
+    for dtype, numel, gap in pieces:
+        position += gap
+        copies.append(Copy((100 * torch.rand(numel)).to(dtype), position, early))
+        position += copies[-1].source.nbytes
     stager.stage(copies, Finish())
     stager.wait()
     for copy in copies:
@@ -205,8 +202,9 @@ def test_sections_of_one_tensor_land_at_their_offsets(
         position += 4 * (end - start)
     copies.append(Copy(last, position, early, ranges[-1][1], 120))  # begins where `source` ended
     expected[position] = last[ranges[-1][1] :]
-    stager.stage(copies, Finish())
+    figures = stager.stage(copies, Finish())
     stager.wait()
+    assert figures.nbytes == sum(tensor.nbytes for tensor in expected.values())
     for offset, tensor in expected.items():
         assert bytes_at(slab, offset, tensor.nbytes) == raw(tensor)
     assert bytes_at(slab, position + expected[position].nbytes, 64) == bytes(64)

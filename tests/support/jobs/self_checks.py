@@ -29,7 +29,7 @@ from megatron.training import checkpointing, get_args
 from megatron_flashckpt.checkpointing import save_checkpoint
 from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.memory.host_memory import Limit
-from megatron_flashckpt.save import entry_points, node_memory, reservation
+from megatron_flashckpt.save import entry_points, node_memory
 from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
 
@@ -304,7 +304,7 @@ def earlier_job(job: Job) -> None:
     global next_state
     next_state = adam_state
     deadline = time.monotonic() + 60
-    while not session.is_ready(get_args().save):
+    while get_args().save not in session.ready:
         assert time.monotonic() < deadline, "agent and memory are not ready"
         training.train_step(*job)
         time.sleep(0.01)
@@ -323,7 +323,7 @@ def with_memory_for(nbytes: int, job: Job) -> None:
     machine = [Limit("boot", "the machine", nbytes)]
     with (
         changed(node_memory, "limits", lambda: machine),
-        changed(reservation, "slab_nbytes", lambda *_: 10 * 2**20),
+        changed(node_memory, "slab_nbytes", lambda *_: 10 * 2**20),
     ):
         begin(*job)
 
@@ -334,7 +334,7 @@ def with_small_files(nbytes: int, job: Job) -> None:
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
     try:
-        with changed(reservation, "slab_nbytes", lambda *_: 10 * 2**20):
+        with changed(node_memory, "slab_nbytes", lambda *_: 10 * 2**20):
             begin(*job)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)

@@ -417,7 +417,7 @@ def report_counters() -> None:
     """Trace the plan counters of our checkpointer, if ours was in use."""
     session = sys.modules.get("megatron_flashckpt.save.session")
     for opened in session.session._open.values() if session else ():
-        counters = opened.checkpointer.planner.counters
+        counters = opened.checkpointer.planner.plans.counters
         trace(
             event="plans",
             local=counters.local_hits,
