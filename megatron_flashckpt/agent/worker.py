@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -11,7 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Does work in order, in a thread that begins with the first work. Any thread may add work."""
+    """Does work in order, in a thread that begins with the first work. Any thread may add work.
+
+    `add` does no work, because its caller may hold a lock. If no thread can be started, because
+    none is left or the process ends (Python 3.12), `wait` and `close` do the work.
+    """
 
     def __init__(self, name: str, failure: str) -> None:
         """Start nothing.
@@ -36,12 +41,8 @@ class Worker:
             self._work.put((work, self._last))
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                try:
+                with contextlib.suppress(RuntimeError):
                     thread.start()
-                except RuntimeError:  # Python 3.12 starts no thread while the process ends
-                    self._work.put(None)
-                    self._run()
-                else:
                     self._thread = thread
 
     @property
@@ -51,14 +52,24 @@ class Worker:
 
     def wait(self, within_s: float | None = None) -> bool:
         """Wait until all work so far is done; False after `within_s`: the work still goes on."""
-        return self._last is None or self._last.wait(within_s)
+        if self._last is None:
+            return True
+        if self._thread is None and within_s != 0.0:
+            self._do_here()
+        return self._last.wait(within_s)
 
     def close(self, within_s: float | None = None) -> None:
         """Return when all work is done, or after `within_s`; then the work still goes on."""
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is None:
+            self._do_here()
+        else:
             self._work.put(None)
             thread.join(within_s)
+
+    def _do_here(self) -> None:
+        self._work.put(None)
+        self._run()
 
     def _run(self) -> None:
         while (entry := self._work.get()) is not None:
