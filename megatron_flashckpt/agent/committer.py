@@ -208,13 +208,23 @@ class Committer:
                 if not saves:
                     self._node.changed.wait(_TICK_S)
                     continue
-            until = min(self._advance(save) for save in saves)
+            until = min(self._advance_one(save) for save in saves)
             with self._node.changed:
                 is_unchanged = saves == list(self.pending.values())
                 pause_s = until - time.monotonic()
                 if is_unchanged and pause_s > 0:
                     # A random pause keeps thousands of nodes from asking for one end at once.
                     self._node.changed.wait(min(pause_s * random.uniform(1, 1.25), _TICK_S))
+
+    def _advance_one(self, save: PendingSave) -> float:
+        """Advance a save; an error in it ends neither the driver nor other saves."""
+        try:
+            return self._advance(save)
+        except Exception as error:
+            logger.exception("iteration %d", save.iteration)
+            with self._node.changed:
+                self._conclude(save, Failure(failed=f"{type(error).__name__}: {error}"))
+            return 0.0
 
     def _advance(self, save: PendingSave) -> float:
         """Carry out actions of one save until it has to wait; return until when."""
@@ -390,7 +400,8 @@ class Committer:
             text = f"the checkpoint is committed, but its tracker was not written: {error}"
             logger.error("iteration %d: %s", save.iteration, text)
             with self._node.changed:
-                self._node.ranks[0].report(p.Notice(save.iteration, text))
+                if (rank := self._node.ranks.get(0)) is not None:  # it may have departed since
+                    rank.report(p.Notice(save.iteration, text))
             return None, None
 
     def _counting_history(self, save: PendingSave) -> History | None:

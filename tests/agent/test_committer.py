@@ -30,7 +30,7 @@ from megatron_flashckpt.file_format.file_names import (
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
 from tests.support.checkpoints import persist
 from tests.support.memory_store import MemoryStore
-from tests.support.trainer import pieces_of
+from tests.support.trainer import eventually, pieces_of
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
 SAVE = save_name(RUN.name, 1)
@@ -60,6 +60,7 @@ def pending(
         run_number=run_number(run.name),
         history=None,
         options=options,
+        is_stuck=lambda: True,
     )
     janitor: Any = None
     committer = Committer(node, janitor, DurableCommands(node))
@@ -148,3 +149,32 @@ def test_a_save_whose_shards_are_gone_takes_its_end_as_soon_as_that_is_visible()
     failure = Failure(failed="a later run has started")
     save.store.create(save.end, encode_failure(failure))
     assert committer._carried_out(save, core.Commit()) == core.Ended(End.FAILED, failure)
+
+
+def test_an_error_in_one_save_ends_neither_the_driver_nor_the_wait_for_the_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = _Rank(RUN)
+    committer, _ = pending(1, {0: rank}, RUN)
+
+    def fail(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(committer, "_advance", fail)
+    committer.start()
+    eventually("the result", lambda: rank.told)
+    assert "KeyError" in str(rank.told[0])
+    assert committer._thread.is_alive()
+    committer.close()
+
+
+def test_a_tracker_that_cannot_be_written_is_told_to_no_departed_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    committer, save = pending(1, {}, RUN)
+
+    def fail(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(committer_module, "moved_tracker", fail)
+    assert committer._track(save) == (None, None)
