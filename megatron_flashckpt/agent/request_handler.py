@@ -187,7 +187,9 @@ class RequestHandler:
                     for offer in reversed(slots.offers()):
                         self._node.peers.staged(number, slots, offer.slot)
                 self._saves.look_up_digests(number)
-            return self.inherit(number)
+            taken = self.inherit(number)
+            self._tidy_after_start(number)
+            return taken
 
     def _detach(self, number: int) -> None:
         with self._node.changed:
@@ -287,9 +289,17 @@ class RequestHandler:
         if self._node.run == run and rank.followed != run.name:
             rank.followed = run.name
             self._follow(number, run)
-            if number == 0:
-                self._janitor.after_start(self._node.store, run)
+            self._tidy_after_start(number)
         self._node.changed.notify_all()
+
+    def _tidy_after_start(self, number: int) -> None:
+        """Have the janitor begin once rank 0 has told its run and handed over its slots. Lock held.
+
+        A save that is pending in its slots is not dead, which a new agent does not know before.
+        """
+        rank, run = self._node.ranks[number], self._node.run
+        if number == 0 and rank.slots is not None and run is not None and rank.followed == run.name:
+            self._janitor.after_start(self._node.store, run)
 
     def _follow(self, number: int, run: RunObject) -> None:
         """Keep what is of the new run's history, here and for other nodes. Lock held."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.end import End, kind_of
 from tests.agent.conftest import Node
 from tests.support.stored import assert_intact
 from tests.support.trainer import (
@@ -127,3 +130,26 @@ def test_a_reconnected_rank_gets_its_result_and_its_slot_is_read_once(
     assert_intact(root, 1, [trainer])
     log = node.log(root).read_text()
     assert log.count("persisted iteration 1") == 1
+
+
+def test_a_save_in_the_slots_of_rank_0_is_not_dead_for_a_new_agent(node: Node, root: Path) -> None:
+    """The janitor of a new agent begins once that rank has handed over its slots."""
+    first = node.trainer(root, slots=3)
+    run = first.open_run()
+    older = first.new_save_id()
+    with blocked_shard(root, 10, 0, older) as unblock:
+        first.stage(10, older)
+        newer = first.new_save_id()
+        assert first.save(20, newer).error is None
+        first.hang_up()
+        again = node.trainer(root, slots=3)
+        again.take()
+        again.open_run(Save(20, newer), run.ancestors)
+        kill_agent(again.client.agent_pid)
+        unblock()
+        again.find_agent()  # the new agent gets the run first, and the slab later
+        time.sleep(0.5)
+        again.attach()
+        end = root / file_names.iteration_dir(10) / file_names.end_name(older)
+        eventually("the end", end.exists)
+    assert kind_of(end.read_bytes()) is End.COMMITTED
