@@ -66,7 +66,9 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     started: int
     """Start time of that process; see `RankProcess`."""
     machine: str
-    """Boot and pid namespace in which `pid` is valid; see `this_machine`."""
+    """Boot and pid namespace in which process ids are valid; see `this_machine`."""
+    trainer: RankProcess | None = None
+    """Process of rank 0, which replaces a killed agent; None: unknown, or it has ended."""
     trained: int = 0
     """The last iteration that rank 0 has completed; 0: unknown."""
     step_s: float = 0.0
@@ -78,8 +80,14 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_of_dead_process(self) -> bool:
-        """Return whether the agent ran on this machine and has ended."""
-        return self.machine == this_machine() and not RankProcess(self.started, self.pid).is_alive
+        """Return whether agent and rank 0 ran on this machine and have ended.
+
+        This process has begun anew if it is that rank 0.
+        """
+        if self.machine != this_machine() or RankProcess(self.started, self.pid).is_alive:
+            return False
+        trainer = self.trainer
+        return trainer is None or trainer.pid == os.getpid() or not trainer.is_alive
 
     @property
     def writer(self) -> str:
@@ -104,7 +112,9 @@ def this_machine() -> str:
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def sign_of_life(run: str, state: State, agent_pid: int, renewed: int = 0) -> Alive:
+def sign_of_life(
+    run: str, state: State, agent_pid: int, renewed: int = 0, trainer: RankProcess | None = None
+) -> Alive:
     """Return the object of a run whose rank 0 has the agent `agent_pid` on this machine."""
     agent = process_with(agent_pid)
     return Alive(
@@ -116,6 +126,7 @@ def sign_of_life(run: str, state: State, agent_pid: int, renewed: int = 0) -> Al
         pid=agent_pid,
         started=0 if agent is None else agent.started,
         machine=this_machine(),
+        trainer=trainer,
     )
 
 

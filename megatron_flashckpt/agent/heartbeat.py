@@ -114,7 +114,10 @@ class Heartbeat:
             run, state = shown
             self._renewed += 1
             self._to_delete.add(name)
-            sign = alive.sign_of_life(name, state, os.getpid(), self._renewed)
+            with self._node.changed:
+                rank = self._node.ranks.get(0)
+                trainer = None if rank is None or rank.left else rank.incarnations.served
+            sign = alive.sign_of_life(name, state, os.getpid(), self._renewed, trainer)
             sign = msgspec.structs.replace(sign, is_saving=bool(self._committer.pending))
             alive.put(self._node.store, self._requests.announced(sign))
             if state == "training":

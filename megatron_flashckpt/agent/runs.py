@@ -7,6 +7,7 @@ starts at one moment race for one name, so one of them sees that it was not firs
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import secrets
 import time
@@ -16,6 +17,7 @@ import msgspec
 
 from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.alive import Admission
+from megatron_flashckpt.agent.incarnations import process_with
 from megatron_flashckpt.catalog.directory import put_tracked, run_numbers, tracked
 from megatron_flashckpt.catalog.lineage import Facts, Save, descent, granted
 from megatron_flashckpt.catalog.tracker import tracker_text
@@ -119,7 +121,9 @@ def _create(store: Store, run: RunObject, agent_pid: int) -> bool:
     is_ours = False
     try:
         if agent_pid:
-            alive.put(store, alive.sign_of_life(run.name, "training", agent_pid))
+            trainer = process_with(os.getpid())
+            sign = alive.sign_of_life(run.name, "training", agent_pid, trainer=trainer)
+            alive.put(store, sign)
         hit("run.announced")
         try:
             store.create(name, encode_run(run))

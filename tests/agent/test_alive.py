@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +133,18 @@ def test_a_start_does_not_wait_for_an_ended_process_of_this_machine(clock: Clock
     alive.put(store, msgspec.structs.replace(own, started=me.started - 1))
     start(store)
     assert clock.slept == 0
+
+
+def test_a_run_whose_agent_was_killed_lives_as_long_as_its_rank_0() -> None:
+    """The rank replaces its agent at the end of its step, and goes on."""
+    agent, rank = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    sign = sign_of_life(RUN, "training", agent.pid, trainer=process_with(rank.pid))
+    dead = []
+    for process in (agent, rank):
+        process.kill()
+        process.wait()
+        dead.append(sign.is_of_dead_process)
+    assert dead == [False, True]
 
 
 @pytest.mark.parametrize("differs", ["", "the agent", "the machine"])

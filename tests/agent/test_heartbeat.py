@@ -80,7 +80,11 @@ def agent() -> Iterator[_Agent]:
 
 
 def trainer(run: str, *, is_connected: bool = True) -> Any:
-    return SimpleNamespace(run=run, connection=object() if is_connected else None, slots=None)
+    connection = object() if is_connected else None
+    process = SimpleNamespace(served=None)
+    return SimpleNamespace(
+        run=run, connection=connection, slots=None, left=False, incarnations=process
+    )
 
 
 def test_a_run_is_shown_as_long_as_it_trains_or_writes(agent: _Agent) -> None:
