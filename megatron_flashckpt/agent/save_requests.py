@@ -118,7 +118,7 @@ class SaveRequests:
         """
         with self._node.changed:
             run, every_s = self._node.run, self._interval_s()
-            trained = max(map(_trained, self._of("" if run is None else run.name)), default=0)
+            trained = self._trained_by_all("" if run is None else run.name)
         if run is None or not every_s or time.monotonic() < self._next_at:
             return
         self._next_at = time.monotonic() + every_s
@@ -138,8 +138,14 @@ class SaveRequests:
             logger.warning("a request to save would not be heard of: %s", trouble)
         self._trouble = trouble
 
-    def _of(self, run: str) -> list[Trainer]:
-        return [rank for rank in self._node.ranks.values() if rank.run == run]
+    def _trained_by_all(self, run: str) -> int:
+        """Return the last iteration that all connected ranks of a run have completed. Lock held.
+
+        Until then a request stays in the slabs: ranks complete an iteration one after the other.
+        """
+        ranks = self._node.ranks.values()
+        of_run = (rank for rank in ranks if rank.run == run and rank.connection is not None)
+        return min((_trained(rank) for rank in of_run if rank.slots is not None), default=0)
 
     def _end_missed(self, run: str, asked: list[int]) -> None:
         """End the requested saves that lack the part of a rank of this node, which heard too late.
@@ -147,8 +153,7 @@ class SaveRequests:
         Otherwise the ranks that have heard would wait for it, and it for them in its next step.
         """
         with self._node.changed:
-            known = [rank for rank in self._of(run) if rank.connection is not None and rank.slots]
-            trained = min(map(_trained, known), default=0)
+            trained = self._trained_by_all(run)
         for iteration in asked:
             if not self._judged_until < iteration < trained:
                 continue
@@ -163,7 +168,7 @@ class SaveRequests:
             self._judged_until = iteration
 
     def _without_part(self, run: str, save_id: str) -> list[int] | None:
-        """Return the ranks of this node that have made no such save, or for host memory only.
+        """Return the ranks of this node that have made no such save.
 
         Returns None while copies are being made, which does not tell.
         """
@@ -174,7 +179,7 @@ class SaveRequests:
                 states = set() if rank.slots is None else rank.slots.states(save_id)
                 if SlotState.STAGING in states:
                     return None
-                has_part = states - {SlotState.KEPT} or (pending and number in pending.metas)
+                has_part = states or (pending and number in pending.metas)
                 if rank.run == run and rank.connection is not None and not has_part:
                     late.append(number)
         return late

@@ -15,12 +15,11 @@ from megatron_flashckpt.agent.save_requests import first_after, requests
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.cli.console import busy, human_time, say
 from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, SaveFailedError
-from megatron_flashckpt.file_format.end import End
 from megatron_flashckpt.file_format.file_names import (
-    ends_in,
+    first_sequence,
     iteration_dir,
     request_file,
-    run_of,
+    save_name,
     save_of,
 )
 from megatron_flashckpt.storage.store import Store
@@ -136,7 +135,7 @@ def _await_end(run: _Run, iteration: int) -> None:
         SaveFailedError: it has failed.
         FlashCkptError: the run has ended before, or no rank has begun the save.
     """
-    store = run.store
+    store, save_id = run.store, save_name(run.name, first_sequence(iteration))
     passed_at: float | None = None
     silence: FlashCkptError | None = None
     while True:
@@ -144,17 +143,15 @@ def _await_end(run: _Run, iteration: int) -> None:
             alive = run.look(" without this save")
         except FlashCkptError as error:  # one more look at the files
             alive, silence = None, error
-        listed = [entry.name for entry in store.list(iteration_dir(iteration), sizes=False)]
-        own = [save_id for save_id in ends_in(listed) if run_of(save_id) == run.name]
-        ends = [ended for save_id in own if (ended := look(store, iteration, save_id)) is not None]
-        if any(ended.end is End.COMMITTED for ended in ends):
+        if (ended := look(store, iteration, save_id)) is not None:
+            if (failure := ended.failure) is not None:
+                raise SaveFailedError(f"iteration {iteration} was not saved: {failure.failed}")
             return
-        if failures := [ended.failure for ended in ends if ended.failure is not None]:
-            raise SaveFailedError(f"iteration {iteration} was not saved: {failures[0].failed}")
         if alive is None:
             assert silence is not None
             raise silence
-        has_begun = any(run_of(save_of(name) or "") == run.name for name in listed)
+        listed = store.list(iteration_dir(iteration), sizes=False)
+        has_begun = any(save_of(entry.name) == save_id for entry in listed)
         if has_begun or alive.is_saving or alive.trained < iteration:
             passed_at = None
         else:

@@ -84,7 +84,9 @@ def save_name(run: str, sequence: int, attempt: int = 1) -> str:
 
 
 def first_sequence(iteration: int) -> int:
-    """Return the number of a run's first save of an iteration, if no later one came before."""
+    """Return the number of a run's first save of an iteration for storage, if none of a later
+    iteration came before.
+    """
     return 1000 * iteration + 1
 
 

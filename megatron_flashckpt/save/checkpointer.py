@@ -195,7 +195,7 @@ class Checkpointer:
         inner = optimizer_state.inner_optimizers(request.job.saved_optimizer)
         self.hook.install(request.job.optimizer, inner)
         self.runs.ensure_alone()
-        save_id = self.runs.run.new_save_id(request.iteration)
+        save_id = self.runs.run.new_save_id(request.iteration, memory_only=request.memory_only)
         self.saves.expect(save_id, memory_only=request.memory_only)
         self._unwritten = (request, self.hook.steps) if request.memory_only else None
         return save_id

@@ -24,7 +24,8 @@ class Run:
     def __init__(self) -> None:
         self.object: RunObject | None = None
         """Equal on all ranks; None until the run is opened."""
-        self._last = 0
+        #: Numbers of the last saves: those for storage are odd, those for host memory only even.
+        self._last = [-1, 0]
 
     @property
     def name(self) -> str | None:
@@ -37,19 +38,21 @@ class Run:
 
     def begin(self, opened: RunObject) -> None:
         """Count the saves anew, for the run that was just opened."""
-        self.object, self._last = opened, 0
+        self.object, self._last = opened, [-1, 0]
 
-    def new_save_id(self, iteration: int) -> str:
+    def new_save_id(self, iteration: int, *, memory_only: bool) -> str:
         """Return the name of the next save: equal on all ranks, and never used before.
 
         Numbers grow, and begin again from the iteration in each one. So a rank that has missed a
-        save, or counts one more, names the saves of later iterations as the others do.
+        save, or counts one more, names the saves of later iterations as the others do. Saves for
+        host memory only have numbers of their own, so that they do not count for the others.
 
         The run is open.
         """
         assert self.object is not None
-        self._last = max(self._last + 1, first_sequence(iteration))
-        return save_name(self.object.name, self._last)
+        number = max(self._last[memory_only] + 2, first_sequence(iteration) + memory_only)
+        self._last[memory_only] = number
+        return save_name(self.object.name, number)
 
 
 def opened_once(root: str, open_run: Callable[[], RunObject], wait_s: float) -> RunObject:

@@ -18,13 +18,20 @@ from megatron_flashckpt.agent.save_requests import Progress, SaveRequests
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.file_format.file_names import ALIVE, first_sequence, request_file, save_name
+from megatron_flashckpt.file_format.file_names import (
+    ALIVE,
+    first_sequence,
+    iteration_dir,
+    request_file,
+    save_name,
+)
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Pace
 from megatron_flashckpt.waits import Wait
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
+from tests.support.stored import names_in
 from tests.support.trainer import FakeTrainer, eventually, new_save_id, save_all
 
 
@@ -230,6 +237,25 @@ def test_a_command_that_no_rank_follows_ends(
     assert message in capsys.readouterr().err
 
 
+def test_a_request_stays_until_every_rank_has_trained_its_iteration(
+    trainers: list[FakeTrainer], root: Path
+) -> None:
+    """Ranks complete an iteration one after the other; the last one must still find the request."""
+    first, last = trainers
+    assert first.run is not None
+    assert first.slab is not None
+    assert last.slab is not None
+    first.slab.signals.trained = last.slab.signals.trained = 49
+    PosixStore(root).create(request_file(first.run.name, 50), b"")
+    eventually("the request", lambda: save_at(last) == 50)
+    first.slab.signals.trained = 50
+    PosixStore(root).create(request_file(first.run.name, 70), b"")
+    time.sleep(0.5)  # several looks
+    assert save_at(last) == 50
+    last.slab.signals.trained = 50
+    eventually("the next request", lambda: save_at(last) == 70)
+
+
 @pytest.mark.parametrize("keeps", [False, True], ids=["nothing", "a save in memory"])
 def test_an_agent_ends_a_save_that_lacks_the_part_of_its_rank(
     trainers: list[FakeTrainer], root: Path, other_node: Node, *, keeps: bool
@@ -250,9 +276,11 @@ def test_an_agent_ends_a_save_that_lacks_the_part_of_its_rank(
     time.sleep(0.5)
     assert heard.client.poll().finished == (), "the rank may be about to save"
     if keeps:  # the memory interval comes at this iteration
-        assert late.keep(50, asked_name(trainers, 50)).error is None
+        assert late.keep(50, save_name(run.name, 50_002)).error is None
     late.slab.signals.trained = 51
     assert heard.outcome().error == "rank 1 heard of the request too late"
+    ends = [name for name in names_in(root) if name.endswith(".end") and "0000050" in name]
+    assert ends == [f"{iteration_dir(50)}/{asked_name(trainers, 50)}.end"]
     heard.slab.signals.trained = 51
     assert save_all(trainers, 60) == [None, None]
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import FlashCkptError, OtherWriterError
-from megatron_flashckpt.file_format.file_names import parse_save
+from megatron_flashckpt.file_format.file_names import first_sequence, parse_save, save_name
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
 from megatron_flashckpt.save.run import Run, opened_once
 
@@ -62,20 +62,20 @@ def test_all_ranks_are_refused_if_the_first_one_is() -> None:
 def test_saves_are_numbered_anew_in_every_run() -> None:
     run = Run()
     run.begin(RUN)
-    assert [run.new_save_id(2) for _ in range(2)] == [
+    assert [run.new_save_id(2, memory_only=False) for _ in range(2)] == [
         "000003-abcd.02001.1",
-        "000003-abcd.02002.1",
+        "000003-abcd.02003.1",
     ]
     run.begin(RunObject(name="000004-abcd"))
-    assert run.new_save_id(0) == "000004-abcd.00001.1"
+    assert run.new_save_id(0, memory_only=False) == "000004-abcd.00001.1"
 
 
 def test_a_save_that_one_rank_missed_changes_no_later_name() -> None:
     runs = [Run(), Run()]
     for run in runs:
         run.begin(RUN)
-    runs[0].new_save_id(3)
-    assert len({run.new_save_id(4) for run in runs}) == 1
+    runs[0].new_save_id(3, memory_only=False)
+    assert len({run.new_save_id(4, memory_only=False) for run in runs}) == 1
 
 
 def test_no_name_is_used_twice() -> None:
@@ -83,5 +83,17 @@ def test_no_name_is_used_twice() -> None:
     run = Run()
     run.begin(RUN)
     iterations = [5, *[6] * 1500, 7, 6, 6, 8, 9]
-    names = [run.new_save_id(iteration) for iteration in iterations]
-    assert [parse_save(name) for name in names] == sorted({parse_save(name) for name in names})
+    names = [
+        [parse_save(run.new_save_id(iteration, memory_only=kind)) for iteration in iterations]
+        for kind in (False, True)
+    ]
+    assert names == [sorted(set(of_kind)) for of_kind in names]
+    assert not set(names[0]).intersection(names[1])
+
+
+def test_a_save_for_memory_leaves_the_name_of_the_save_for_storage() -> None:
+    """`flashckpt save-now` and the agents ask for the requested save by its name."""
+    run = Run()
+    run.begin(RUN)
+    run.new_save_id(4, memory_only=True)
+    assert run.new_save_id(4, memory_only=False) == save_name(RUN.name, first_sequence(4))
