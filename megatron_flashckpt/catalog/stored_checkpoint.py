@@ -144,10 +144,7 @@ class StoredCheckpoint:
                 f"{place}: is the shard of (iteration, save, rank) {stored_identity}, expected "
                 f"{expected_identity}; {OLDER}"
             )
-        if (
-            shard.template is not self._templates[entry.template]
-            or shard.data_offset + shard.template.nbytes != entry.nbytes
-        ):
+        if shard.data_offset + shard.nbytes != entry.nbytes:
             raise CorruptCheckpointError(
                 f"{place}: its pieces differ from those in the manifest; {OLDER}"
             )
@@ -161,7 +158,7 @@ class StoredCheckpoint:
         Raises:
             CorruptCheckpointError: names file, chunk, bytes and both digests.
         """
-        nbytes = min(CHUNK_NBYTES, shard.template.nbytes - index * CHUNK_NBYTES)
+        nbytes = min(CHUNK_NBYTES, shard.nbytes - index * CHUNK_NBYTES)
         data = memoryview(bytearray(nbytes))
         self._read_chunk(shard, index, [data])
         return data
@@ -186,7 +183,7 @@ class StoredCheckpoint:
             self.store.get_into(name, place, parts, hasher.update, self._kept)
         digest = hasher.hexdigest()
         if digest != shard.digests[index]:
-            end = min(start + CHUNK_NBYTES, shard.template.nbytes) - 1
+            end = min(start + CHUNK_NBYTES, shard.nbytes) - 1
             raise CorruptCheckpointError(
                 f"{self.place}/{file}, chunk {index} (bytes {start}-{end} of the "
                 f"data): digest {digest}, expected {shard.digests[index]}; {OLDER}"

@@ -228,7 +228,7 @@ def test_a_damaged_chunk_is_named_and_other_chunks_stay_readable(
     damaged_large: MadeSave, large_bytes: list[torch.Tensor]
 ) -> None:
     stored = damaged_large.stored()
-    last = 2 * CHUNK_NBYTES, stored.shard(0).template.nbytes - 1
+    last = 2 * CHUNK_NBYTES, stored.shard(0).nbytes - 1
     (damage,) = verify(stored)
     assert f"chunk 2 (bytes {last[0]}-{last[1]} of the data): digest " in str(damage)
     assert stored.shard(0).digests[2] in str(damage)

@@ -189,7 +189,7 @@ def test_chunks_between_the_wanted_columns_are_not_read(
     assert [chunk.number for chunk in chunk_reads(plan, wanted)] == sorted(chunks)
     tensors = [torch.zeros(wanted[0].nbytes, dtype=torch.uint8)]
     nbytes = read_all(stored, plan, wanted, Targets(wanted, tensors), 2)
-    total = stored.shard(0).template.nbytes
+    total = stored.shard(0).nbytes
     assert nbytes == sum(min(CHUNK_NBYTES, total - c * CHUNK_NBYTES) for c in chunks)
     assert torch.equal(tensors[0], as_bytes(matrices[number][slice(*rows), slice(*columns)]))
 
