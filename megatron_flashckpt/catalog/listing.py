@@ -251,14 +251,9 @@ def _committed(
         ranks=manifest.world_size,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         layout=layout_of(manifest.description),
+        # The manifest is one, too, but as large as a table of contents.
         commit=CommitFacts(
-            iteration=manifest.iteration,
-            save_id=manifest.save_id,
-            ancestors=manifest.ancestors,
-            committed_at=manifest.committed_at,
-            trained_s=manifest.trained_s,
-            metrics=manifest.metrics,
-            cost=manifest.cost,
+            **{name: getattr(manifest, name) for name in CommitFacts.__struct_fields__}
         ),
     )
     others = [other.save_id for other in committed if other != save]

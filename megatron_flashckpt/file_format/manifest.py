@@ -58,17 +58,13 @@ class ManifestItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     placed_at: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the end of a committed save."""
+class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a manifest that retention and the history need: no table of contents."""
 
-    version: int
     iteration: int
     save_id: str
     ancestors: Ancestors = ()
     """Those of the run that made the save, so that no other object is needed to judge it."""
-    world_size: int
-    description: dict[str, Any]
-    """For people and tools: parallel sizes, versions. No load reads it."""
     committed_at: float | None = None
     """Seconds since 1970. None: the release that wrote the manifest did not record the time."""
     trained_s: float | None = None
@@ -77,6 +73,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """Metrics of the model that training code has reported, e.g. its validation loss."""
     cost: SaveCost | None = None
+
+
+class Manifest(CommitFacts, frozen=True, kw_only=True):
+    """Contents of the end of a committed save."""
+
+    version: int
+    world_size: int
+    description: dict[str, Any]
+    """For people and tools: parallel sizes, versions. No load reads it."""
     common_digest: str
     keys: tuple[str, ...]
     templates: dict[str, tuple[ManifestItem, ...]]
@@ -193,18 +198,6 @@ def _check_seal(encoded: bytes, place: str) -> None:
     """Raise CorruptCheckpointError if `seal`, of any release, did not make `encoded`."""
     if (problem := broken_seal(encoded)) is not None:
         raise CorruptCheckpointError(f"{place}: {problem}; {OLDER}")
-
-
-class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a manifest that retention and the history need: no table of contents."""
-
-    iteration: int
-    save_id: str
-    ancestors: Ancestors = ()
-    committed_at: float | None = None
-    trained_s: float | None = None
-    metrics: dict[str, float] = {}
-    cost: SaveCost | None = None
 
 
 _FACTS = msgspec.json.Decoder(CommitFacts)
