@@ -20,12 +20,14 @@ class LoadPolicy:
     step: int | None = None
     """The iteration to load; None for the newest. If it is given, no other is loaded instead."""
     weights_only: bool = False
-    """True: a new training begins with these weights, at iteration 0, with a new history."""
+    """True: a new training begins with these weights, at iteration 0, with a new history. Its
+    vocabulary may be another one, so rows of embeddings may be cut or added."""
     wants_optimizer: bool = True
     """False: new masters are made from the weights."""
     wants_rng: bool = True
     strict: bool = True
-    """False: missing state keeps its values, and unexpected state is not read."""
+    """False: missing state keeps its values, except for masters of loaded weights, and unexpected
+    state is not read."""
     keeps_all_weights: bool = False
     """True: `weights_only`, too, refuses tensors of the checkpoint that the model does not have. A
     new training may drop a head."""
@@ -44,6 +46,11 @@ class LoadPolicy:
     """Directory whose weights a new training takes if there is no other checkpoint."""
     timeout_s: float | None = None
     """Longest wait of the job's collectives, in seconds; retries of storage end before."""
+
+    @property
+    def refuses_unexpected(self) -> bool:
+        """True if the model must have all tensors of the checkpoint."""
+        return self.strict and (self.keeps_all_weights or not self.weights_only)
 
     @property
     def falls_back(self) -> bool:

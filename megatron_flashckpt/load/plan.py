@@ -137,6 +137,7 @@ class _RankPlanner:
 
     def __init__(self, request: LoadRequest, job: SavedJob, stored_words: int | None) -> None:
         self._request = request
+        self._policy = request.policy
         self._stored_words = stored_words
         self._job = job
         # Copies belong to tensor ranks: after a change of their number no rank has its own copy.
@@ -162,7 +163,7 @@ class _RankPlanner:
         unused, missing = self._not_stored(wanted_names)
         sees_unexpected = self._sees_unexpected(names)
         missing_names = shorten_list(sorted({f"{kind}/{key}" for kind, key in missing}))
-        omitted = unused if self._request.strict else unused | missing
+        omitted = unused if self._policy.strict else unused | missing
         skipped: list[LocalPiece] = []
         if omitted:
             is_kept = [(piece.kind, piece.key) not in omitted for piece in pieces]
@@ -170,7 +171,7 @@ class _RankPlanner:
             wanted = list(itertools.compress(wanted, is_kept))
             pieces = list(itertools.compress(pieces, is_kept))
         changes = self._resized(wanted)
-        if changes and not self._request.finetune:
+        if changes and not self._policy.weights_only:
             lines = tuple(f"{line}; load with --finetune to accept that" for line in changes)
             return _RankPlan(None, names), _Findings(lines, sees_unexpected, missing_names)
         try:
@@ -203,7 +204,7 @@ class _RankPlanner:
             [
                 f"{WEIGHT}/{key}: {resized(rows[key], stored[key])}"
                 for key in sorted(stored)
-                if loses_words(rows[key], stored[key], self._request.words, self._stored_words)
+                if loses_words(rows[key], stored[key], self._policy.words, self._stored_words)
             ]
         )
 
@@ -259,7 +260,7 @@ class _RankPlanner:
         The ranks together check all shards. If the layout is unchanged, every rank checks its own
         shard.
         """
-        shards = self._job.sources[this_rank() :: world_size()] if self._request.fill else []
+        shards = self._job.sources[this_rank() :: world_size()] if self._policy.fill else []
         return bool(unexpected_tensors(names, shards, self._kinds))
 
     def _frozen(self) -> tuple[str, ...]:
@@ -267,7 +268,7 @@ class _RankPlanner:
 
         Layers may share a key, so the key alone does not tell.
         """
-        kinds = self._kinds - {WEIGHT, BUFFER} if self._request.fill else set()
+        kinds = self._kinds - {WEIGHT, BUFFER} if self._policy.fill else set()
         pieces = [
             msgspec.structs.replace(piece, kind=kind)
             for piece in (self._request.frozen() if kinds else ())
@@ -292,7 +293,7 @@ class _RankPlanner:
         saver = job.matching_rank(parallel.coordinates(), parallel.model_sizes())
         resizable = {n for n, local in enumerate(wanted) if local.resizable}
         held = job.pieces_of_rank(saver)
-        lenient = not self._request.strict
+        lenient = not self._policy.strict
         reads = read_plan(pieces, job.sources, job.place, resizable, held, lenient=lenient)
         absent = set(reads.absent)
         skipped = [*skipped, *(wanted[index] for index in reads.absent)]
@@ -310,7 +311,7 @@ class _RankPlanner:
     def expects(self, name: tuple[str, str], names: Names) -> bool:
         """Return whether a stored tensor is among `names`, or no rank needs to read it."""
         kind, key = name
-        is_read = self._request.fill and kind in self._kinds and not key.endswith(UNUSED)
+        is_read = self._policy.fill and kind in self._kinds and not key.endswith(UNUSED)
         return name in names or not is_read
 
 
@@ -389,7 +390,7 @@ def _raise_missing(
     differences = list(dict.fromkeys(lines))
     if (more := len(differences) - _MOST_DIFFERENCES) > 0:
         differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
-    refused = unexpected if request.strict and request.refuses_unexpected else set()
+    refused = unexpected if request.policy.refuses_unexpected else set()
     if differences or refused:
         flags = flags_as_stored(request.optimizer, job.optimizer_states.by_kind)
         advice = f"Start with {' '.join(flags)}, as the run that saved it. " if flags else ""

@@ -265,12 +265,7 @@ def _request(call: LoadCall, refusal: FlashCkptError | None, *, is_release: bool
         model_state=call.model_state,
         chunks=call.job.chunks,
         optimizer=call.job.optimizer if wants_optimizer else None,
-        strict=policy.strict,
-        refuses_unexpected=policy.keeps_all_weights or not policy.weights_only,
-        words=policy.words,
-        finetune=policy.weights_only,
-        fill=policy.fill,
-        needs=policy.needs,
+        policy=policy,
         refusal=refusal,
     )
 

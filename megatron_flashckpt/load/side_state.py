@@ -77,7 +77,7 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
     ]:
         request.raise_refusal()
         name = f"{source.job.place}/{common_name(source.origin.save_id)}"
-        common = side_state.decode_common(source.common_state, name, request.needs)
+        common = side_state.decode_common(source.common_state, name, request.policy.needs)
         reads = collective_reads or _read_alone(source)
         own, assigned = reads.states()
         lacks = reads.lacks(own, request.extra_states())
