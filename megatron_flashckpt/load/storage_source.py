@@ -8,9 +8,7 @@ from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import NotCommittedError
-from megatron_flashckpt.file_format.end import End, kind_of
-from megatron_flashckpt.file_format.file_names import RELEASE, iteration_dir
+from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
 from megatron_flashckpt.load.plan import LoadPlan
@@ -75,10 +73,6 @@ def open_stored(store: Store, save: Save, config: Config) -> StorageSource:
 
 def _manifest_and_common_state(store: Store, save: Save) -> tuple[bytes, bytes]:
     encoded = read_manifest(store, save)
-    if kind_of(encoded) is End.FAILED:
-        raise NotCommittedError(
-            f"{store.place}/{iteration_dir(save.iteration)}: save {save.save_id} is being removed"
-        )
     return encoded, StoredCheckpoint(store, save, encoded).common()
 
 
