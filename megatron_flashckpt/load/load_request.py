@@ -61,8 +61,7 @@ class LoadRequest:
         """Return the states that `job` stored for the parameters of this rank's optimizers."""
         if not self.policy.fill:
             return {}
-        stored = job.optimizer_states.by_key
-        return load_pieces.state_types(self.geometry, self.optimizer, stored)
+        return load_pieces.state_types(self.geometry, self.optimizer, job.state_types)
 
     def pieces(self, job: SavedJob, state_types: StateTypes) -> list[LocalPiece]:
         """Return the pieces that a load fills on this rank; allocates missing optimizer state.
@@ -76,9 +75,8 @@ class LoadRequest:
         if not self.policy.fill:
             return []
         refuse_missing_masters(self, job.place)
-        dtype_of = job.optimizer_states.dtype_of
         return load_pieces.load_pieces(
-            self.geometry, self.chunks, self.optimizer, state_types, dtype_of
+            self.geometry, self.chunks, self.optimizer, state_types, job.state_type
         )
 
     def frozen(self) -> list[Piece]:

@@ -216,7 +216,7 @@ class _RankPlanner:
         aliases = self._request.geometry.aliases
         if not aliases:
             return wanted
-        stored = {(local.piece.kind, local.piece.key) for local in wanted} & self._job.names
+        stored = {(local.piece.kind, local.piece.key) for local in wanted} & self._job.types.keys()
 
         def is_elsewhere(piece: Piece) -> bool:
             others = ((piece.kind, alias) for alias in aliases.get(piece.key, ()))
@@ -239,18 +239,18 @@ class _RankPlanner:
         """
         piece, job = local.piece, self._job
         is_derived = piece.kind == WEIGHT and piece.key in job.derived_keys
-        if is_derived and (piece.key, piece.dtype) not in job.stored_weights:
+        if is_derived and piece.dtype not in job.types.get((WEIGHT, piece.key), ()):
             piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
         elif self._weights_alone and piece.kind == WEIGHT:
-            stored = job.type_of_weight(piece)
-            if is_converted(stored, local.source):
+            stored = job.type_of(WEIGHT, piece)
+            if stored is not None and is_converted(stored, local.source):
                 piece = msgspec.structs.replace(piece, dtype=stored)
         place = local.copy and self._copies.get((piece.key, local.copy.offset))
         return piece if place is None else as_copy(piece, place)
 
     def _not_stored(self, names: Names) -> tuple[Names, Names]:
         """Return the names that are not stored: first those that no forward uses, then the rest."""
-        not_stored = names - self._job.names
+        not_stored = names - self._job.types.keys()
         unused = {(kind, key) for kind, key in not_stored if key.endswith(UNUSED)}
         return unused, not_stored - unused
 
@@ -273,7 +273,7 @@ class _RankPlanner:
             msgspec.structs.replace(piece, kind=kind)
             for piece in (self._request.frozen() if kinds else ())
             for kind in kinds
-            if (kind, piece.key) in self._job.names and not piece.key.endswith(UNUSED)
+            if (kind, piece.key) in self._job.types and not piece.key.endswith(UNUSED)
         ]
         names = stored_names(pieces, self._job.sources, self._job.place)
         return shorten_list(sorted(f"{kind}/{key}" for kind, key in names))
@@ -372,7 +372,7 @@ def _wholly_unexpected(
     """
     if not any(finding.sees_unexpected for finding in findings):
         return set()
-    names = sorted(job.names)
+    names = sorted(job.types)
     expected = reduce_flags([planner.expects(name, planned.names) for name in names])
     unexpected = itertools.compress(names, (not is_expected for is_expected in expected))
     return {f"{kind}/{key}" for kind, key in unexpected}
@@ -392,7 +392,7 @@ def _raise_missing(
         differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
     refused = unexpected if request.policy.refuses_unexpected else set()
     if differences or refused:
-        flags = flags_as_stored(request.optimizer, job.optimizer_states.by_kind)
+        flags = flags_as_stored(request.optimizer, job.types_by_kind())
         advice = f"Start with {' '.join(flags)}, as the run that saved it. " if flags else ""
         raise missing_state(job.place, differences, refused, advice)
 
