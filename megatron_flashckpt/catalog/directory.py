@@ -44,7 +44,7 @@ from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, decode_
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, decode_run
 from megatron_flashckpt.file_format.seal import broken_seal, seal
 from megatron_flashckpt.storage.parallel import for_all
-from megatron_flashckpt.storage.store import Store, read_whole
+from megatron_flashckpt.storage.store import Entry, Store, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +144,8 @@ def _tracker(store: Store) -> tuple[int | None, bool]:
 
 def _list_iterations(store: Store) -> _Listing:
     """Return what the iteration directories hold. Links are not entered."""
-    iterations = [
-        iteration
-        for entry in store.list("", sizes=False)
-        if entry.kind == "directory" and (iteration := _iteration_of(entry.name)) is not None
-    ]
+    entries = iteration_entries(store)
+    iterations = [iteration for iteration, entry in entries.items() if entry.kind == "directory"]
     listed = for_all(lambda iteration: _names_in(store, iteration), iterations)
     listing = _Listing([], [])
     for iteration, names in zip(iterations, listed, strict=True):
@@ -159,10 +156,18 @@ def _list_iterations(store: Store) -> _Listing:
     return listing
 
 
-def _iteration_of(name: str) -> int | None:
-    """Return the iteration of a directory that a load can name; `iter_10` is none."""
-    iteration = RELEASE if name == iteration_dir(RELEASE) else parse_iteration_dir(name)
-    return iteration if iteration is not None and name == iteration_dir(iteration) else None
+def iteration_entries(store: Store) -> dict[int, Entry]:
+    """Return the entries with the names of iteration directories, by iteration in order.
+
+    They may be links or files. Loads look for these names only: `iter_10` is none.
+    """
+    entries: dict[int, Entry] = {}
+    for entry in store.list("", sizes=False):
+        is_release = entry.name == iteration_dir(RELEASE)
+        iteration = RELEASE if is_release else parse_iteration_dir(entry.name)
+        if iteration is not None:
+            entries[iteration] = entry
+    return dict(sorted(entries.items()))
 
 
 def _names_in(store: Store, iteration: int) -> list[str]:
