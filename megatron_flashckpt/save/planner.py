@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.layout.save_cost import PlanOrigin
-from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
+from megatron_flashckpt.layout.template import Layout, PlanCache
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.job_state import JobState
@@ -30,9 +31,9 @@ class Planner:
         self._plans = PlanCache(self._templates.fetch, self._templates.publish)
 
     @property
-    def counters(self) -> PlanCounters:
-        """Numbers of this rank's layouts that were cached, fetched from the agent, or computed."""
-        return self._plans.counters
+    def origins(self) -> Counter[PlanOrigin]:
+        """Number of this rank's layouts of each origin."""
+        return self._plans.origins
 
     def enumerated(self, request: SaveRequest) -> list[LocalPiece]:
         """Return all pieces that this rank saves, in layout order.
