@@ -268,20 +268,21 @@ class ChunkReader:
         keep: Callable[[ChunkReads], memoryview] | None,
     ) -> None:
         if keep is None and self._in_place is not None and self._in_place.take(batch):
-            nbytes = sum(map(self._nbytes, batch))
+            nbytes = sum(self.chunk_nbytes(chunk.rank, chunk.number) for chunk in batch)
             with self._lock:
                 self.read_nbytes += nbytes
             return
         for chunk in batch:
             self._read_chunk(chunk, sink, keep)
 
-    def _nbytes(self, chunk: ChunkReads) -> int:
-        return min(CHUNK_NBYTES, self.source.data_nbytes(chunk.rank) - chunk.number * CHUNK_NBYTES)
+    def chunk_nbytes(self, rank: int, number: int) -> int:
+        """Return the length of a chunk."""
+        return min(CHUNK_NBYTES, self.source.data_nbytes(rank) - number * CHUNK_NBYTES)
 
     def _read_chunk(
         self, chunk: ChunkReads, sink: Sink, keep: Callable[[ChunkReads], memoryview] | None
     ) -> None:
-        nbytes = self._nbytes(chunk)
+        nbytes = self.chunk_nbytes(chunk.rank, chunk.number)
         buffer = self._buffers.get()
         try:
             if keep is None:

@@ -44,7 +44,7 @@ class LentSlot(SlotChunks):
 
 
 class NodeSlots:
-    """See `load.chunk_reader.ChunkSource` and `load.straight_copies.LockedSource`."""
+    """See `load.chunk_reader.ChunkSource` and `load.slot_chunks.SlotChunks`."""
 
     def __init__(self, by_rank: Mapping[int, SlotChunks]) -> None:
         self.by_rank = by_rank

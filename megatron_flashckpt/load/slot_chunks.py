@@ -47,7 +47,7 @@ def copy_blocks(source: memoryview, target: memoryview, seen: Seen) -> None:
 
 
 class SlotChunks:
-    """The verified chunks of a slot. See `load.straight_copies.LockedSource`.
+    """The verified chunks of a slot. See `load.chunk_reader.ChunkSource`.
 
     Args:
         rank: the rank whose slot this is.
@@ -110,6 +110,11 @@ class SlotChunks:
         read_parts(self._fd, self._offset + begin, read, seen)
 
     def locked(self, rank: int, low: int, high: int) -> list[memoryview]:
+        """Return bytes `[low, high)` of the data, from which a GPU can copy asynchronously.
+
+        The bytes come in several parts if no single copy may read them all. The list is empty if
+        any byte is not page-locked (yet).
+        """
         if not self._is_pinned(self._offset + high):
             return []
         ends = [*borders(self._offset + low, self._offset + high), self._offset + high]
@@ -120,6 +125,11 @@ class SlotChunks:
         ]
 
     def verify(self, rank: int, number: int) -> None:
+        """Check the digest of a chunk where it lies.
+
+        Raises:
+            CorruptCheckpointError: names place, chunk and both digests.
+        """
         if self._digests is None:
             return
         digest = new_chunk_digest()
