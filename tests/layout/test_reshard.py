@@ -16,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from megatron_flashckpt.layout.reshard import (
     Box,
+    Overlap,
     Region,
     Run,
     blocks,
@@ -213,3 +214,7 @@ def test_rows_are_one_region_only_if_adjacent_on_both_sides():
         Region((2,), 0, (1,), 1, (1,)),
         Region((3,), 2, (1,), 6, (1,)),
     ]
+
+
+def test_the_hull_of_columns_begins_and_ends_with_a_wanted_element():
+    assert overlap(Run((0, 0), (4, 6), 0, 24), Run((0, 2), (4, 3), 0, 12)) == Overlap(12, 2, 23)
