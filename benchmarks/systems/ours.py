@@ -30,6 +30,7 @@ from megatron_flashckpt.catalog import stored_checkpoint
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.shard_file import new_chunk_digest
 from megatron_flashckpt.load import loader, slot_chunks
+from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.load_request import LoadRequest
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
 from megatron_flashckpt.load.memory_source import open_memory
@@ -199,7 +200,9 @@ class Ours(System):
             self._adopt(state)
 
     def _load_request(self, state: ModelState) -> LoadRequest:
-        return LoadRequest(state, chunks=[self._weights], optimizer=self._optimizer, strict=True)
+        return LoadRequest(
+            state, chunks=[self._weights], optimizer=self._optimizer, policy=LoadPolicy()
+        )
 
     def files(self, step: int) -> list[Path]:
         """Return the files of a checkpoint, except commit records, which the agent removes."""

@@ -24,12 +24,11 @@ from typing import NamedTuple
 from megatron_flashckpt.agent.durable_commands import DurableCommands, forget_due
 from megatron_flashckpt.agent.proposals import create_end
 from megatron_flashckpt.agent.worker import Worker
-from megatron_flashckpt.catalog.directory import run_numbers
+from megatron_flashckpt.catalog.directory import iteration_entries, run_numbers
 from megatron_flashckpt.catalog.iteration_files import (
     IterationFiles,
     KnownManifests,
     SaveFiles,
-    iterations_in,
     read_iteration,
 )
 from megatron_flashckpt.catalog.lineage import History, Save
@@ -265,12 +264,15 @@ class Janitor:
     def _read(self, walk: _Pass) -> list[IterationFiles]:
         """Read the directories that are due, and remember their checkpoints."""
         store = walk.store
-        directories, links = iterations_in(store)
-        for iteration in links:
-            self._tell(
-                "%s/%s: is a symbolic link; nothing in it is removed",
-                *(store.place, file_names.iteration_dir(iteration)),
-            )
+        entries = iteration_entries(store)
+        entries.pop(file_names.RELEASE, None)  # a person has put it there
+        for entry in entries.values():
+            if entry.kind == "link":
+                self._tell(
+                    "%s/%s: is a symbolic link; nothing in it is removed",
+                    *(store.place, entry.name),
+                )
+        directories = [number for number, entry in entries.items() if entry.kind == "directory"]
         # A removed directory may be made again by an agent that wakes up late.
         self._looks = {
             number: self._looks[number] for number in directories if number in self._looks

@@ -21,7 +21,6 @@ from megatron_flashckpt.file_format.file_names import (
     is_record_name,
     is_shard_name,
     iteration_dir,
-    parse_iteration_dir,
     save_of,
 )
 from megatron_flashckpt.file_format.manifest import MAX_MANIFEST_NBYTES, CommitFacts, decode_facts
@@ -84,21 +83,6 @@ class IterationFiles:
         stored = (files.stored for files in self.saves.values())
         found = (checkpoint.save.iteration for checkpoint in stored if checkpoint is not None)
         return next((iteration for iteration in found if iteration != self.iteration), None)
-
-
-def iterations_in(store: Store) -> tuple[list[int], list[int]]:
-    """Return the iterations that have a directory, and those that have a link in its place."""
-    directories: list[int] = []
-    links: list[int] = []
-    for entry in store.list("", sizes=False):
-        iteration = parse_iteration_dir(entry.name)
-        # `iter_10` parses too, but a load looks only for `iter_0000010`.
-        if iteration is not None and iteration_dir(iteration) == entry.name:
-            if entry.kind == "directory":
-                directories.append(iteration)
-            elif entry.kind == "link":
-                links.append(iteration)
-    return directories, links
 
 
 def read_iteration(store: Store, iteration: int, known: KnownManifests) -> IterationFiles:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_flashckpt.catalog import foreign
-from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.directory import iteration_entries, read_facts
 from megatron_flashckpt.catalog.lineage import Facts, History, Save, choose
 from megatron_flashckpt.catalog.stored_checkpoint import (
     StoredCheckpoint,
@@ -42,7 +42,6 @@ UNREADABLE = "unreadable"
 MEGATRON = "Megatron's own"
 FORMAT_1 = "format 1"
 
-_RELEASE = "release"
 #: Short names of the parallel sizes in a description.
 _SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -117,8 +116,8 @@ def chosen_iteration(store: Store) -> int:
 def committed_iterations(store: Store) -> list[int]:
     """Return our committed iterations in order, and those whose directory cannot be listed."""
     iterations = []
-    for iteration, entry in _directories(store):
-        if iteration is None:
+    for iteration, entry in iteration_entries(store).items():
+        if iteration == file_names.RELEASE:
             continue
         try:
             ends = ends_of(store, iteration, _names(store, entry.name))
@@ -148,17 +147,14 @@ def loadable_iterations(store: Store) -> list[int]:
     """
     iterations = set(committed_iterations(store))
     tracked = tracked_iteration(store)
-    if tracked is not None and not _is_foreign(store, file_names.iteration_dir(tracked)):
-        iterations.add(tracked)
+    if tracked is not None:
+        names = _names(store, file_names.iteration_dir(tracked))
+        iterations |= set() if foreign.is_foreign(names) else {tracked}
     if not iterations:
         raise NotCommittedError(
             f"{store.place}: holds no committed checkpoint; 'flashckpt ls DIR' lists its contents"
         )
     return sorted(iterations)
-
-
-def _is_foreign(store: Store, directory: str) -> bool:
-    return foreign.is_foreign(_names(store, directory))
 
 
 def _names(store: Store, directory: str) -> set[str]:
@@ -173,7 +169,8 @@ def checkpoints(store: Store) -> list[IterationEntry]:
         facts = Facts(tracker=None, tracked=None, runs={}, stored=())
     history = newest_history_of(facts)
     entries = []
-    for iteration, directory in _directories(store):
+    for number, directory in iteration_entries(store).items():
+        iteration = None if number == file_names.RELEASE else number
         try:
             entry = _entry(store, iteration, directory.name, facts, history)
         except (FlashCkptError, OSError) as error:
@@ -188,19 +185,6 @@ def checkpoints(store: Store) -> list[IterationEntry]:
         remark = "committed without any file"
         entries.append(IterationEntry(directory_name, tracked, foreign.DLROVER, remark))
     return entries
-
-
-def _directories(store: Store) -> list[tuple[int | None, Entry]]:
-    """Return the iteration directories in order, those that are links too; None for `release`."""
-    directories: list[tuple[int | None, Entry]] = []
-    for entry in store.list("", sizes=False):
-        iteration = file_names.parse_iteration_dir(entry.name)
-        # `iter_10` parses too, but a load looks only for `iter_0000010`.
-        if entry.name == _RELEASE or (
-            iteration is not None and entry.name == file_names.iteration_dir(iteration)
-        ):
-            directories.append((iteration, entry))
-    return sorted(directories, key=lambda pair: -1 if pair[0] is None else pair[0])
 
 
 def _entry(
@@ -251,14 +235,9 @@ def _committed(
         ranks=manifest.world_size,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         layout=layout_of(manifest.description),
+        # The manifest is one, too, but as large as a table of contents.
         commit=CommitFacts(
-            iteration=manifest.iteration,
-            save_id=manifest.save_id,
-            ancestors=manifest.ancestors,
-            committed_at=manifest.committed_at,
-            trained_s=manifest.trained_s,
-            metrics=manifest.metrics,
-            cost=manifest.cost,
+            **{name: getattr(manifest, name) for name in CommitFacts.__struct_fields__}
         ),
     )
     others = [other.save_id for other in committed if other != save]

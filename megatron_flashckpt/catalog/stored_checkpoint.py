@@ -56,8 +56,13 @@ class StoredCheckpoint:
         self._shards: dict[int, Shard] = {}
         self._kept = KeptFiles()
         self.manifest: Manifest = manifest.decode_manifest(encoded_manifest, self.end_place)
-        if save.iteration not in (self.manifest.iteration, file_names.RELEASE):
-            raise renamed(self.place, self.manifest.iteration)
+        iteration = self.manifest.iteration
+        if save.iteration not in (iteration, file_names.RELEASE):
+            raise RenamedCheckpointError(
+                f"{self.place}: holds iteration {iteration}, so this directory was renamed or "
+                f"copied; rename it to {file_names.iteration_dir(iteration)} and write {iteration} "
+                f"into {file_names.TRACKER}, or {ANOTHER}"
+            )
         if self.manifest.save_id != save.save_id:
             raise CorruptCheckpointError(
                 f"{self.end_place}: is the end of {self.manifest.save_id}; {OLDER}"
@@ -144,10 +149,7 @@ class StoredCheckpoint:
                 f"{place}: is the shard of (iteration, save, rank) {stored_identity}, expected "
                 f"{expected_identity}; {OLDER}"
             )
-        if (
-            shard.template is not self._templates[entry.template]
-            or shard.data_offset + shard.template.nbytes != entry.nbytes
-        ):
+        if shard.data_offset + shard.nbytes != entry.nbytes:
             raise CorruptCheckpointError(
                 f"{place}: its pieces differ from those in the manifest; {OLDER}"
             )
@@ -161,7 +163,7 @@ class StoredCheckpoint:
         Raises:
             CorruptCheckpointError: names file, chunk, bytes and both digests.
         """
-        nbytes = min(CHUNK_NBYTES, shard.template.nbytes - index * CHUNK_NBYTES)
+        nbytes = min(CHUNK_NBYTES, shard.nbytes - index * CHUNK_NBYTES)
         data = memoryview(bytearray(nbytes))
         self._read_chunk(shard, index, [data])
         return data
@@ -186,7 +188,7 @@ class StoredCheckpoint:
             self.store.get_into(name, place, parts, hasher.update, self._kept)
         digest = hasher.hexdigest()
         if digest != shard.digests[index]:
-            end = min(start + CHUNK_NBYTES, shard.template.nbytes) - 1
+            end = min(start + CHUNK_NBYTES, shard.nbytes) - 1
             raise CorruptCheckpointError(
                 f"{self.place}/{file}, chunk {index} (bytes {start}-{end} of the "
                 f"data): digest {digest}, expected {shard.digests[index]}; {OLDER}"
@@ -203,15 +205,6 @@ class StoredCheckpoint:
             yield
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {OLDER}") from error
-
-
-def renamed(place: str, iteration: int) -> RenamedCheckpointError:
-    """Return the error for a directory `place` that holds the checkpoint of `iteration`."""
-    return RenamedCheckpointError(
-        f"{place}: holds iteration {iteration}, so this directory was renamed or copied; rename it "
-        f"to {file_names.iteration_dir(iteration)} and write {iteration} into "
-        f"{file_names.TRACKER}, or {ANOTHER}"
-    )
 
 
 def read_manifest(store: Store, save: Save) -> bytes:

@@ -158,8 +158,8 @@ def iteration_dir(iteration: int) -> str:
 
 
 def parse_iteration_dir(name: str) -> int | None:
-    """Return the iteration of a directory name, or None if it is not one of Megatron's."""
-    match = re.fullmatch(r"iter_(\d{7,})", name)
+    """Return the iteration of a name that `iteration_dir` made; None for others and `release`."""
+    match = re.fullmatch(r"iter_(\d{7}|[1-9]\d{7,})", name, re.ASCII)
     return int(match[1]) if match else None
 
 

@@ -58,17 +58,13 @@ class ManifestItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     placed_at: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the end of a committed save."""
+class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a manifest that retention and the history need: no table of contents."""
 
-    version: int
     iteration: int
     save_id: str
     ancestors: Ancestors = ()
     """Those of the run that made the save, so that no other object is needed to judge it."""
-    world_size: int
-    description: dict[str, Any]
-    """For people and tools: parallel sizes, versions. No load reads it."""
     committed_at: float | None = None
     """Seconds since 1970. None: the release that wrote the manifest did not record the time."""
     trained_s: float | None = None
@@ -77,6 +73,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """Metrics of the model that training code has reported, e.g. its validation loss."""
     cost: SaveCost | None = None
+
+
+class Manifest(CommitFacts, frozen=True, kw_only=True):
+    """Contents of the end of a committed save."""
+
+    version: int
+    world_size: int
+    description: dict[str, Any]
+    """For people and tools: parallel sizes, versions. No load reads it."""
     common_digest: str
     keys: tuple[str, ...]
     templates: dict[str, tuple[ManifestItem, ...]]
@@ -195,18 +200,6 @@ def _check_seal(encoded: bytes, place: str) -> None:
         raise CorruptCheckpointError(f"{place}: {problem}; {OLDER}")
 
 
-class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a manifest that retention and the history need: no table of contents."""
-
-    iteration: int
-    save_id: str
-    ancestors: Ancestors = ()
-    committed_at: float | None = None
-    trained_s: float | None = None
-    metrics: dict[str, float] = {}
-    cost: SaveCost | None = None
-
-
 _FACTS = msgspec.json.Decoder(CommitFacts)
 _MANIFEST = msgspec.json.Decoder(Manifest)
 
@@ -272,19 +265,15 @@ def check(manifest: Manifest, place: str) -> None:
                 f"{shard.file}: a placement of {len(shard.placement)} numbers for a template that "
                 f"takes {lengths[shard.template]}"
             )
-    if any(item.placed_at < 0 for items in manifest.templates.values() for item in items):
+    all_items = [item for items in manifest.templates.values() for item in items]
+    if any(item.placed_at < 0 for item in all_items):
         problems.append("a template's numbers begin before its placement")
-    if any(
-        not 0 <= item.key < len(manifest.keys)
-        for items in manifest.templates.values()
-        for item in items
-    ):
+    if any(not 0 <= item.key < len(manifest.keys) for item in all_items):
         problems.append("a template names a key that is not in the table")
     problems += sorted(
         {
             f"a template has {item.numel} elements of type {item.dtype!r}"
-            for items in manifest.templates.values()
-            for item in items
+            for item in all_items
             if item.dtype not in ITEMSIZE or item.numel < 0
         }
     )

@@ -55,11 +55,6 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def nbytes(self) -> int:
         return self.numel * itemsize(self.dtype)
 
-    @property
-    def box(self) -> tuple[str, str, Shape, Shape]:
-        """Identity of the box: pieces with equal identity differ only in their range."""
-        return (self.key, self.kind, self.offset, self.shape)
-
     def check(self) -> None:
         """Raise LayoutError unless the box lies in the global tensor and the range in the box."""
         if not len(self.global_shape) == len(self.offset) == len(self.shape):

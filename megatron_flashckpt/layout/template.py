@@ -12,6 +12,7 @@ template covers every field of it. Any difference is a cache miss, never an erro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -218,14 +219,6 @@ def _digest(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(value))
 
 
-class PlanCounters(msgspec.Struct):
-    """Numbers of layouts found in this process, found at the agent, and computed."""
-
-    local_hits: int = 0
-    shared_hits: int = 0
-    misses: int = 0
-
-
 _TEMPLATE = msgspec.msgpack.Decoder(Template)
 
 
@@ -240,8 +233,9 @@ class PlanCache:
         fetch: Callable[[str], bytes | None] | None = None,
         publish: Callable[[str, bytes], None] | None = None,
     ) -> None:
-        self.counters = PlanCounters()
-        self._origin: PlanOrigin = "kept"
+        self.origins: Counter[PlanOrigin] = Counter()
+        """Number of the returned layouts of each origin."""
+        self._taken: Counter[PlanOrigin] = Counter()
         self._kept: list[tuple[list[Piece], Layout]] = []
         self._ordered: tuple[list[Piece], list[int]] = ([], [])
         self._fetch = fetch
@@ -249,8 +243,9 @@ class PlanCache:
 
     def take_origin(self) -> PlanOrigin:
         """Return the most expensive origin of the layouts returned since the last call."""
-        origin, self._origin = self._origin, "kept"
-        return origin
+        later = self.origins - self._taken
+        self._taken = self.origins.copy()
+        return "computed" if later["computed"] else "found" if later["found"] else "kept"
 
     def order(self, pieces: list[Piece]) -> list[int]:
         """Return `order(pieces)`, from the cache if the pieces equal those of the last call."""
@@ -263,7 +258,7 @@ class PlanCache:
         # Usually the pieces are the same objects (`Geometry.parts`), which compare by identity.
         for known, cached in self._kept:
             if known == pieces:
-                self.counters.local_hits += 1
+                self.origins["kept"] += 1
                 return cached
         placed_at, placement = placed(pieces)
         template_part = [
@@ -273,13 +268,10 @@ class PlanCache:
         template_fingerprint = _digest(template_part)
         shared = self._shared(template_fingerprint)
         if shared is not None:
-            self.counters.shared_hits += 1
-            if self._origin == "kept":
-                self._origin = "found"
+            self.origins["found"] += 1
             template, encoded = shared
         else:
-            self.counters.misses += 1
-            self._origin = "computed"
+            self.origins["computed"] += 1
             template = build_template(pieces, placed_at)
             encoded = msgspec.msgpack.encode(template)
             if self._publish is not None:

@@ -127,12 +127,9 @@ def _touches(read: Read, index: int, piece: Piece) -> bool:
 
 def deliver(chunk: ChunkReads, data: memoryview, sink: Sink) -> None:
     """Pass the requested parts of `data`, the contents of `chunk`, to `sink`."""
-    if parts := [_part(chunk, read, data) for read in chunk.reads]:
+    start = chunk.number * CHUNK_NBYTES
+    if parts := [part_of(read, start, data) for read in chunk.reads]:
         sink.put(parts)
-
-
-def _part(chunk: ChunkReads, read: Read, data: memoryview) -> Part:
-    return part_of(read, chunk.number * CHUNK_NBYTES, data)
 
 
 def part_of(read: Read, start: int, data: memoryview) -> Part:
@@ -163,7 +160,7 @@ def _destinations(
     for read in chunk.reads:
         low, high = _within(read, start, nbytes)
         if low < placed:  # two reads overlap
-            return [buffer], [_part(chunk, read, buffer) for read in chunk.reads]
+            return [buffer], [part_of(read, start, buffer) for read in chunk.reads]
         view = None
         if low >= buffered and high - low >= _PLACED_NBYTES:
             view = sink.place(read, start + low - read.source_offset, high - low)
@@ -268,20 +265,21 @@ class ChunkReader:
         keep: Callable[[ChunkReads], memoryview] | None,
     ) -> None:
         if keep is None and self._in_place is not None and self._in_place.take(batch):
-            nbytes = sum(map(self._nbytes, batch))
+            nbytes = sum(self.chunk_nbytes(chunk.rank, chunk.number) for chunk in batch)
             with self._lock:
                 self.read_nbytes += nbytes
             return
         for chunk in batch:
             self._read_chunk(chunk, sink, keep)
 
-    def _nbytes(self, chunk: ChunkReads) -> int:
-        return min(CHUNK_NBYTES, self.source.data_nbytes(chunk.rank) - chunk.number * CHUNK_NBYTES)
+    def chunk_nbytes(self, rank: int, number: int) -> int:
+        """Return the length of a chunk."""
+        return min(CHUNK_NBYTES, self.source.data_nbytes(rank) - number * CHUNK_NBYTES)
 
     def _read_chunk(
         self, chunk: ChunkReads, sink: Sink, keep: Callable[[ChunkReads], memoryview] | None
     ) -> None:
-        nbytes = self._nbytes(chunk)
+        nbytes = self.chunk_nbytes(chunk.rank, chunk.number)
         buffer = self._buffers.get()
         try:
             if keep is None:
@@ -326,21 +324,3 @@ def reader_threads(config: Config, most: int = _MOST_THREADS) -> int:
     # more CPU time, which is idle during a load. On one core, a second thread gains nothing.
     threads = config.read_threads or min(cores, most)
     return max(1, min(threads, config.read_memory_mib * 2**20 // 2 // CHUNK_NBYTES))
-
-
-def read_all(
-    source: ChunkSource,
-    plan: ReadPlan,
-    wanted: list[Piece],
-    sink: Sink,
-    threads: int,
-    gpu: Gpu | None = None,
-) -> int:
-    """Execute `plan` on this rank alone; return the bytes read. `gpu`: see `ChunkReader`.
-
-    Raises:
-        CorruptCheckpointError: names the place, chunk and both digests.
-    """
-    with ChunkReader(source, threads, gpu) as reader:
-        reader.read(chunk_reads(plan, wanted), sink)
-        return reader.read_nbytes

@@ -8,11 +8,6 @@ from collections.abc import Callable
 from megatron_flashckpt.megatron_lm.side_state import COMMON_STATE
 
 
-def loads_nothing(directory: str) -> bool:
-    """Return False: the caller leaves all formats to this package."""
-    return False
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadPolicy:
     """The wishes of the caller. The stand-ins make it from Megatron's args."""
@@ -20,12 +15,14 @@ class LoadPolicy:
     step: int | None = None
     """The iteration to load; None for the newest. If it is given, no other is loaded instead."""
     weights_only: bool = False
-    """True: a new training begins with these weights, at iteration 0, with a new history."""
+    """True: a new training begins with these weights, at iteration 0, with a new history. Its
+    vocabulary may be another one, so rows of embeddings may be cut or added."""
     wants_optimizer: bool = True
     """False: new masters are made from the weights."""
     wants_rng: bool = True
     strict: bool = True
-    """False: missing state keeps its values, and unexpected state is not read."""
+    """False: missing state keeps its values, except for masters of loaded weights, and unexpected
+    state is not read."""
     keeps_all_weights: bool = False
     """True: `weights_only`, too, refuses tensors of the checkpoint that the model does not have. A
     new training may drop a head."""
@@ -35,7 +32,7 @@ class LoadPolicy:
     """False: read the side state only."""
     needs: tuple[str, ...] = COMMON_STATE
     """Keys of the common state without which the caller cannot resume."""
-    caller_loads: Callable[[str], bool] = loads_nothing
+    caller_loads: Callable[[str], bool] = lambda directory: False
     """Returns whether the caller itself loads from a directory what other programs wrote there;
     otherwise it is an error."""
     uses_checkpoint_args: bool = False
@@ -44,6 +41,11 @@ class LoadPolicy:
     """Directory whose weights a new training takes if there is no other checkpoint."""
     timeout_s: float | None = None
     """Longest wait of the job's collectives, in seconds; retries of storage end before."""
+
+    @property
+    def refuses_unexpected(self) -> bool:
+        """True if the model must have all tensors of the checkpoint."""
+        return self.strict and (self.keeps_all_weights or not self.weights_only)
 
     @property
     def falls_back(self) -> bool:

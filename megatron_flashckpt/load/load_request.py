@@ -1,4 +1,4 @@
-"""The input of a load: the model and optimizer to fill, and the strictness."""
+"""The input of a load of one checkpoint: the model and optimizer to fill, and the policy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT, Piece
+from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.saved_job import SavedJob
 from megatron_flashckpt.megatron_lm import hyper_parameters, load_pieces, side_state
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
@@ -25,26 +26,14 @@ StateTypes = dict[str, dict[str, torch.dtype]]
 
 @dataclasses.dataclass(frozen=True)
 class LoadRequest:
-    """The model and optimizer that a load fills. Settings are equal on all ranks."""
+    """The model and optimizer that a load fills."""
 
     model_state: ModelState
     chunks: list[Any]
     """Unwrapped model chunks of this rank."""
     optimizer: Any
     """Megatron's optimizer; None to load weights only."""
-    strict: bool
-    """False: missing state keeps its values, except for masters of loaded weights, and unexpected
-    state is not read."""
-    refuses_unexpected: bool = True
-    """False: a strict load leaves out tensors of the checkpoint that the model does not have."""
-    words: int | None = None
-    """Number of words of this job's vocabulary, as `vocabulary.least_words` returns it."""
-    finetune: bool = False
-    """True: the vocabulary may be another one, so rows of embeddings may be cut or added."""
-    fill: bool = True
-    """False: read the side state only."""
-    needs: tuple[str, ...] = side_state.COMMON_STATE
-    """Keys of the common state that the caller needs."""
+    policy: LoadPolicy
     overwritten: Names = dataclasses.field(default_factory=set)
     """Kind and key of the tensors that a damaged checkpoint has overwritten on this rank.
     The checkpoint that is loaded instead must replace all of them."""
@@ -57,7 +46,7 @@ class LoadRequest:
 
     @property
     def fills_optimizer(self) -> bool:
-        return self.fill and self.optimizer is not None
+        return self.policy.fill and self.optimizer is not None
 
     def raise_refusal(self) -> None:
         """Raise the refusal of this rank, if any; the caller raises on all ranks."""
@@ -70,10 +59,9 @@ class LoadRequest:
 
     def state_types(self, job: SavedJob) -> StateTypes:
         """Return the states that `job` stored for the parameters of this rank's optimizers."""
-        if not self.fill:
+        if not self.policy.fill:
             return {}
-        stored = job.optimizer_states.by_key
-        return load_pieces.state_types(self.geometry, self.optimizer, stored)
+        return load_pieces.state_types(self.geometry, self.optimizer, job.state_types)
 
     def pieces(self, job: SavedJob, state_types: StateTypes) -> list[LocalPiece]:
         """Return the pieces that a load fills on this rank; allocates missing optimizer state.
@@ -84,12 +72,11 @@ class LoadRequest:
         Raises:
             UnsupportedError: the load would not read the masters of FP8 or FP4 weights.
         """
-        if not self.fill:
+        if not self.policy.fill:
             return []
         refuse_missing_masters(self, job.place)
-        dtype_of = job.optimizer_states.dtype_of
         return load_pieces.load_pieces(
-            self.geometry, self.chunks, self.optimizer, state_types, dtype_of
+            self.geometry, self.chunks, self.optimizer, state_types, job.state_type
         )
 
     def frozen(self) -> list[Piece]:
@@ -103,7 +90,7 @@ class LoadRequest:
 
     def requantized(self) -> Names:
         """Return the names of the weights that are derived from their masters after the load."""
-        if not self.fill:
+        if not self.policy.fill:
             return set()
         return {(WEIGHT, key) for key in self.geometry.quantized_keys}
 

@@ -137,6 +137,7 @@ class _RankPlanner:
 
     def __init__(self, request: LoadRequest, job: SavedJob, stored_words: int | None) -> None:
         self._request = request
+        self._policy = request.policy
         self._stored_words = stored_words
         self._job = job
         # Copies belong to tensor ranks: after a change of their number no rank has its own copy.
@@ -162,7 +163,7 @@ class _RankPlanner:
         unused, missing = self._not_stored(wanted_names)
         sees_unexpected = self._sees_unexpected(names)
         missing_names = shorten_list(sorted({f"{kind}/{key}" for kind, key in missing}))
-        omitted = unused if self._request.strict else unused | missing
+        omitted = unused if self._policy.strict else unused | missing
         skipped: list[LocalPiece] = []
         if omitted:
             is_kept = [(piece.kind, piece.key) not in omitted for piece in pieces]
@@ -170,7 +171,7 @@ class _RankPlanner:
             wanted = list(itertools.compress(wanted, is_kept))
             pieces = list(itertools.compress(pieces, is_kept))
         changes = self._resized(wanted)
-        if changes and not self._request.finetune:
+        if changes and not self._policy.weights_only:
             lines = tuple(f"{line}; load with --finetune to accept that" for line in changes)
             return _RankPlan(None, names), _Findings(lines, sees_unexpected, missing_names)
         try:
@@ -203,7 +204,7 @@ class _RankPlanner:
             [
                 f"{WEIGHT}/{key}: {resized(rows[key], stored[key])}"
                 for key in sorted(stored)
-                if loses_words(rows[key], stored[key], self._request.words, self._stored_words)
+                if loses_words(rows[key], stored[key], self._policy.words, self._stored_words)
             ]
         )
 
@@ -215,7 +216,7 @@ class _RankPlanner:
         aliases = self._request.geometry.aliases
         if not aliases:
             return wanted
-        stored = {(local.piece.kind, local.piece.key) for local in wanted} & self._job.names
+        stored = {(local.piece.kind, local.piece.key) for local in wanted} & self._job.types.keys()
 
         def is_elsewhere(piece: Piece) -> bool:
             others = ((piece.kind, alias) for alias in aliases.get(piece.key, ()))
@@ -238,18 +239,18 @@ class _RankPlanner:
         """
         piece, job = local.piece, self._job
         is_derived = piece.kind == WEIGHT and piece.key in job.derived_keys
-        if is_derived and (piece.key, piece.dtype) not in job.stored_weights:
+        if is_derived and piece.dtype not in job.types.get((WEIGHT, piece.key), ()):
             piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
         elif self._weights_alone and piece.kind == WEIGHT:
-            stored = job.type_of_weight(piece)
-            if is_converted(stored, local.source):
+            stored = job.type_of(WEIGHT, piece)
+            if stored is not None and is_converted(stored, local.source):
                 piece = msgspec.structs.replace(piece, dtype=stored)
         place = local.copy and self._copies.get((piece.key, local.copy.offset))
         return piece if place is None else as_copy(piece, place)
 
     def _not_stored(self, names: Names) -> tuple[Names, Names]:
         """Return the names that are not stored: first those that no forward uses, then the rest."""
-        not_stored = names - self._job.names
+        not_stored = names - self._job.types.keys()
         unused = {(kind, key) for kind, key in not_stored if key.endswith(UNUSED)}
         return unused, not_stored - unused
 
@@ -259,7 +260,7 @@ class _RankPlanner:
         The ranks together check all shards. If the layout is unchanged, every rank checks its own
         shard.
         """
-        shards = self._job.sources[this_rank() :: world_size()] if self._request.fill else []
+        shards = self._job.sources[this_rank() :: world_size()] if self._policy.fill else []
         return bool(unexpected_tensors(names, shards, self._kinds))
 
     def _frozen(self) -> tuple[str, ...]:
@@ -267,12 +268,12 @@ class _RankPlanner:
 
         Layers may share a key, so the key alone does not tell.
         """
-        kinds = self._kinds - {WEIGHT, BUFFER} if self._request.fill else set()
+        kinds = self._kinds - {WEIGHT, BUFFER} if self._policy.fill else set()
         pieces = [
             msgspec.structs.replace(piece, kind=kind)
             for piece in (self._request.frozen() if kinds else ())
             for kind in kinds
-            if (kind, piece.key) in self._job.names and not piece.key.endswith(UNUSED)
+            if (kind, piece.key) in self._job.types and not piece.key.endswith(UNUSED)
         ]
         names = stored_names(pieces, self._job.sources, self._job.place)
         return shorten_list(sorted(f"{kind}/{key}" for kind, key in names))
@@ -292,7 +293,7 @@ class _RankPlanner:
         saver = job.matching_rank(parallel.coordinates(), parallel.model_sizes())
         resizable = {n for n, local in enumerate(wanted) if local.resizable}
         held = job.pieces_of_rank(saver)
-        lenient = not self._request.strict
+        lenient = not self._policy.strict
         reads = read_plan(pieces, job.sources, job.place, resizable, held, lenient=lenient)
         absent = set(reads.absent)
         skipped = [*skipped, *(wanted[index] for index in reads.absent)]
@@ -310,7 +311,7 @@ class _RankPlanner:
     def expects(self, name: tuple[str, str], names: Names) -> bool:
         """Return whether a stored tensor is among `names`, or no rank needs to read it."""
         kind, key = name
-        is_read = self._request.fill and kind in self._kinds and not key.endswith(UNUSED)
+        is_read = self._policy.fill and kind in self._kinds and not key.endswith(UNUSED)
         return name in names or not is_read
 
 
@@ -371,7 +372,7 @@ def _wholly_unexpected(
     """
     if not any(finding.sees_unexpected for finding in findings):
         return set()
-    names = sorted(job.names)
+    names = sorted(job.types)
     expected = reduce_flags([planner.expects(name, planned.names) for name in names])
     unexpected = itertools.compress(names, (not is_expected for is_expected in expected))
     return {f"{kind}/{key}" for kind, key in unexpected}
@@ -389,9 +390,9 @@ def _raise_missing(
     differences = list(dict.fromkeys(lines))
     if (more := len(differences) - _MOST_DIFFERENCES) > 0:
         differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
-    refused = unexpected if request.strict and request.refuses_unexpected else set()
+    refused = unexpected if request.policy.refuses_unexpected else set()
     if differences or refused:
-        flags = flags_as_stored(request.optimizer, job.optimizer_states.by_kind)
+        flags = flags_as_stored(request.optimizer, job.types_by_kind())
         advice = f"Start with {' '.join(flags)}, as the run that saved it. " if flags else ""
         raise missing_state(job.place, differences, refused, advice)
 

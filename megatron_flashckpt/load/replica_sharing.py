@@ -270,15 +270,11 @@ class _Rounds:
         """Return the stream of those `chunks` in their reader's buffer that `receiver` needs."""
         return Stream(
             [
-                (slot * CHUNK_NBYTES, self._nbytes(self._shared.keys[position]))
+                (slot * CHUNK_NBYTES, self._reader.chunk_nbytes(*self._shared.keys[position]))
                 for slot, position in enumerate(chunks)
                 if self._shared.needs[position, receiver]
             ]
         )
-
-    def _nbytes(self, chunk: _Chunk) -> int:
-        rank, number = chunk
-        return min(CHUNK_NBYTES, self._reader.source.data_nbytes(rank) - number * CHUNK_NBYTES)
 
     def _use(self, chunk: ChunkReads, start: int, part: torch.Tensor) -> None:
         """Put a part of a chunk, from byte `start` of the chunk on, into the targets."""

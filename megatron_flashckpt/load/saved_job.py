@@ -7,27 +7,35 @@ import functools
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import AXES, CopyPlace, is_copy, place_of
+from megatron_flashckpt.layout.dtypes import SIXTEEN_BIT
 from megatron_flashckpt.layout.exact_match import (
     NOTHING_STORED,
     StoredPieces,
     Tensors,
-    TypedRuns,
     pieces_stored_once,
     stored_tensors,
-    typed_runs,
 )
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
-from megatron_flashckpt.layout.reshard import Run, overlap
-from megatron_flashckpt.layout.stored_index import LIMIT, outside_error
+from megatron_flashckpt.layout.read_plan import stored_types
+from megatron_flashckpt.layout.stored_index import (
+    ANYWHERE,
+    LIMIT,
+    Columns,
+    Name,
+    Rows,
+    Variant,
+    outside_error,
+    stored_columns,
+)
 from megatron_flashckpt.layout.template import Placement, Source, TemplateItem, piece_of
-from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
+from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,31 +94,30 @@ class SavedJob:
         return stored_tensors(self.sources)
 
     @functools.cached_property
-    def names(self) -> set[tuple[str, str]]:
-        """Kind and key of all stored tensors."""
-        return {(kind, key) for kind, key, _, _ in self.tensors}
+    def types(self) -> dict[Name, set[str]]:
+        """Element types of all stored tensors by kind and key; layers of a key may differ."""
+        types: dict[Name, set[str]] = {}
+        for kind, key, dtype, _ in self.tensors:
+            types.setdefault((kind, key), set()).add(dtype)
+        return types
 
     @functools.cached_property
-    def stored_weights(self) -> set[tuple[str, str]]:
-        """Key and type of all weights that are stored as such."""
-        return {(key, dtype) for kind, key, dtype, _ in self.tensors if kind == WEIGHT}
+    def _mixed(self) -> dict[Name, dict[Variant, Rows | Columns]]:
+        """Runs of the tensors whose layers differ in type."""
+        mixed = [name for name, types in self.types.items() if len(types) > 1]
+        hulls = dict.fromkeys(mixed, ANYWHERE)
+        return stored_columns(self.sources, hulls, self.place) if mixed else {}
 
-    def type_of_weight(self, piece: Piece) -> str:
-        """Return the type in which a weight is stored; that of `piece` if none is."""
-        types, mixed = self._types_of_weights
-        for run, dtype in mixed.get((WEIGHT, piece.key), ()):
-            if overlap(run, Run.of(piece)).numel:
-                return dtype
-        return min(types.get(piece.key, {piece.dtype}))
+    def type_of(self, kind: str, piece: Piece) -> str | None:
+        """Return the type in which the elements of `piece`, of any kind, are stored as `kind`.
 
-    @functools.cached_property
-    def _types_of_weights(self) -> tuple[dict[str, set[str]], TypedRuns]:
-        """Types of the weights by key, and the runs of those keys that have several."""
-        types: dict[str, set[str]] = defaultdict(set)
-        for key, dtype in self.stored_weights:
-            types[key].add(dtype)
-        mixed = {(WEIGHT, key) for key, of_key in types.items() if len(of_key) > 1}
-        return types, typed_runs(self.sources, mixed) if mixed else {}
+        None: they are not stored.
+        """
+        name = kind, piece.key
+        types: Collection[str] = self.types.get(name, ())
+        if len(types) > 1:
+            types = stored_types(piece, self._mixed[name])
+        return min(types, default=None)
 
     @functools.cached_property
     def derived_keys(self) -> set[str]:
@@ -120,18 +127,18 @@ class SavedJob:
         """
         numels: Counter[str] = Counter()
         shapes: dict[str, Shape] = {}
-        masters: set[str] = set()
-        stored: set[str] = set()
         for (kind, key, dtype, shape), numel in self.tensors.items():
             if kind == WEIGHT or (kind, dtype) == (MASTER, "F32"):
                 numels[key] += numel
                 shapes[key] = shape
-            if (kind, dtype) == (MASTER, "F32"):
-                masters.add(key)
-            elif kind == WEIGHT and torch_dtype(dtype) in SIXTEEN_BIT:
-                stored.add(key)
         # Offloading optimizers also keep masters of fp32 weights; both are stored.
-        return {key for key in masters - stored if numels[key] <= math.prod(shapes[key])}
+        return {
+            key
+            for (kind, key), types in self.types.items()
+            if (kind == MASTER and "F32" in types)
+            and SIXTEEN_BIT.isdisjoint(self.types.get((WEIGHT, key), ()))
+            and numels[key] <= math.prod(shapes[key])
+        }
 
     @property
     def optimizer_kinds(self) -> set[str]:
@@ -140,8 +147,26 @@ class SavedJob:
         return kinds - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
 
     @functools.cached_property
-    def optimizer_states(self) -> StoredStates:
-        return StoredStates(self)
+    def state_types(self) -> dict[str, dict[str, torch.dtype]]:
+        """Type of each kind of optimizer state, by key; any one of the types if layers differ."""
+        kinds = self.optimizer_kinds - {MASTER}
+        by_key: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
+        for (kind, key), types in self.types.items():
+            if kind in kinds:
+                by_key[key][kind] = torch_dtype(min(types))
+        return by_key
+
+    def state_type(self, kind: str, pieces: Iterable[Piece]) -> torch.dtype | None:
+        """Return the stored type of one kind of state of a parameter's `pieces`; None: no state."""
+        types = (self.type_of(kind, piece) for piece in pieces)
+        return next((torch_dtype(name) for name in types if name is not None), None)
+
+    def types_by_kind(self) -> dict[str, set[torch.dtype]]:
+        """Return the types of each kind of stored tensors."""
+        by_kind: dict[str, set[torch.dtype]] = defaultdict(set)
+        for kind, _, dtype, _ in self.tensors:
+            by_kind[kind].add(torch_dtype(dtype))
+        return by_kind
 
     @functools.cached_property
     def copies(self) -> dict[tuple[str, Shape], CopyPlace]:
@@ -200,37 +225,3 @@ class SavedJob:
             template_id: next((item for item in template.items if item.kind == RANK_STATE), None)
             for template_id, template in templates.items()
         }
-
-
-class StoredStates:
-    """The optimizer states in a checkpoint, and their types."""
-
-    def __init__(self, job: SavedJob) -> None:
-        self.by_key: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
-        """Type of each kind of state, by key; any one of the types if layers differ."""
-        mixed: set[tuple[str, str]] = set()
-        for kind, key, name, _ in job.tensors:
-            if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE) and not is_copy(kind):
-                dtype = torch_dtype(name)
-                if self.by_key[key].setdefault(kind, dtype) != dtype:
-                    mixed.add((kind, key))
-        self.by_kind: dict[str, set[torch.dtype]] = defaultdict(set)
-        """Types of each kind of state, masters included."""
-        for kind, _, name, _ in job.tensors:
-            if kind not in (WEIGHT, BUFFER, RANK_STATE) and not is_copy(kind):
-                self.by_kind[kind].add(torch_dtype(name))
-        self._mixed = typed_runs(job.sources, mixed) if mixed else {}
-
-    def dtype_of(self, kind: str, pieces: Iterable[Piece]) -> torch.dtype | None:
-        """Return the stored type of one kind of state of `pieces`, or None if it is not stored.
-
-        Args:
-            pieces: the pieces of one parameter, of any kind and type.
-        """
-        for piece in pieces:
-            for run, dtype in self._mixed.get((kind, piece.key), ()):
-                if overlap(run, Run.of(piece)).numel:
-                    return torch_dtype(dtype)
-            if (kind, piece.key) not in self._mixed and kind in self.by_key.get(piece.key, {}):
-                return self.by_key[piece.key][kind]
-        return None

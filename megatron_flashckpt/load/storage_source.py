@@ -8,11 +8,9 @@ from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import NotCommittedError
-from megatron_flashckpt.file_format.end import End, kind_of
-from megatron_flashckpt.file_format.file_names import RELEASE, iteration_dir
+from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
-from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, reader_threads
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.saved_job import SavedJob
@@ -48,9 +46,6 @@ class StorageSource:
             reader, chunk_reads(plan.reads, plan.pieces), plan.targets, sharing
         )
 
-    def fill_alone(self, plan: LoadPlan) -> None:
-        read_all(self.stored, plan.reads, plan.pieces, plan.targets, 1, plan.targets.gpu)
-
     def check_whole(self) -> None:
         run_and_agree(lambda: self.stored.check_whole() if this_rank() == 0 else None)
 
@@ -75,10 +70,6 @@ def open_stored(store: Store, save: Save, config: Config) -> StorageSource:
 
 def _manifest_and_common_state(store: Store, save: Save) -> tuple[bytes, bytes]:
     encoded = read_manifest(store, save)
-    if kind_of(encoded) is End.FAILED:
-        raise NotCommittedError(
-            f"{store.place}/{iteration_dir(save.iteration)}: save {save.save_id} is being removed"
-        )
     return encoded, StoredCheckpoint(store, save, encoded).common()
 
 

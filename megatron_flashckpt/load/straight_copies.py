@@ -8,39 +8,18 @@ load fails, as it does after a wrong digest of any other chunk (`chunk_reader`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.load.chunk_reader import ChunkReads, Part, part_of
 from megatron_flashckpt.load.gpu_buffers import Gpu
+from megatron_flashckpt.load.slot_chunks import NodeSlots
 from megatron_flashckpt.load.targets import Targets
-
-
-class LockedSource(Protocol):
-    """Chunks of several ranks, some of which lie in page-locked memory."""
-
-    def data_nbytes(self, rank: int) -> int:
-        """Return the length of the data section of a rank."""
-
-    def locked(self, rank: int, low: int, high: int) -> list[memoryview]:
-        """Return bytes `[low, high)` of a rank's data, from which a GPU can copy asynchronously.
-
-        The bytes come in several parts if no single copy may read them all. The list is empty if
-        any byte is not page-locked (yet).
-        """
-
-    def verify(self, rank: int, number: int) -> None:
-        """Check the digest of a chunk where it lies.
-
-        Raises:
-            CorruptCheckpointError: names place, chunk and both digests.
-        """
 
 
 class StraightCopies:
     """See `chunk_reader.InPlace`. Fills `targets`, which lie on a GPU, from `source`."""
 
-    def __init__(self, source: LockedSource, targets: Targets, gpu: Gpu) -> None:
+    def __init__(self, source: NodeSlots, targets: Targets, gpu: Gpu) -> None:
         self._source = source
         self._targets = targets
         self._gpu = gpu

@@ -128,7 +128,18 @@ def test_iteration_directories_have_megatron_s_names_and_can_be_parsed(iteration
 
 
 @pytest.mark.parametrize(
-    "name", ["", "iter_", "iter_12", "iter_-000001", "iter_0000007.tmp", "xiter_0000007", "release"]
+    "name",
+    [
+        "",
+        "iter_",
+        "iter_12",
+        "iter_00000012",
+        "iter_000000\u0667",
+        "iter_-000001",
+        "iter_0000007.tmp",
+        "xiter_0000007",
+        "release",
+    ],
 )
 def test_other_directories_have_no_iteration(name: str) -> None:
     assert parse_iteration_dir(name) is None

@@ -66,16 +66,6 @@ def test_shares_of_one_element_size_differ_by_at_most_one_element(numels, size, 
     assert max(nbytes) - min(nbytes) <= size
 
 
-@given(sizes)
-def test_a_single_replica_writes_everything(tensors):
-    assert equal_shares(tensors, 1, 0) == [(0, numel) for numel, _ in tensors]
-
-
-def test_surplus_replicas_have_empty_shares():
-    ranges = [equal_shares([(2, 4)], 5, index)[0] for index in range(5)]
-    assert sorted(end - start for start, end in ranges) == [0, 0, 0, 1, 1]
-
-
 @pytest.mark.parametrize(("count", "index"), [(2, 2), (2, -1), (0, 0)])
 def test_a_replica_outside_its_group_is_refused(count, index):
     with pytest.raises(LayoutError, match=rf"replica {index} of {count} does not exist"):
@@ -115,18 +105,6 @@ def test_nbytes_is_elements_times_element_size(piece, dtype):
     assert piece.nbytes == piece.numel * ITEMSIZE[dtype]
 
 
-def test_pieces_with_other_ranges_of_one_box_share_its_identity():
-    other_range = msgspec.structs.replace(PIECE, start=0, end=1)
-    assert other_range.box == PIECE.box
-    for field, value in (
-        ("key", "v"),
-        ("kind", "master"),
-        ("offset", (2, 2)),
-        ("shape", (4, 1)),
-    ):
-        assert msgspec.structs.replace(PIECE, **{field: value}).box != PIECE.box
-
-
 @given(
     nodes=st.lists(st.integers(0, 5), min_size=1, max_size=24),
     count=st.integers(1, 30),
@@ -150,11 +128,3 @@ def test_groups_on_the_same_nodes_give_all_nodes_equal_work(count):
         writer for group in range(8) for writer in spread_over_nodes(nodes, count, group)
     )
     assert [of_node[node] for node in nodes] == [8 * min(count, 4) // 4] * 4
-
-
-def test_a_node_has_two_writers_only_if_every_node_has_one():
-    nodes = ["a", "a", "a", "b", "b", "c"]
-    assert spread_over_nodes(nodes, 2, turn=0) == [0, 3]
-    assert spread_over_nodes(nodes, 3, turn=0) == [0, 3, 5]
-    assert spread_over_nodes(nodes, 5, turn=0) == [0, 1, 3, 4, 5]
-    assert spread_over_nodes(nodes, 1, turn=2) == [5]

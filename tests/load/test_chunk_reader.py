@@ -19,10 +19,11 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
-from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, deliver, read_all
+from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, deliver
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from tests.support.checkpoints import MadeSave, expected, make, read
+from tests.support.stored import read_all
 from tests.support.worlds import (
     Sizes,
     content,
@@ -189,7 +190,7 @@ def test_chunks_between_the_wanted_columns_are_not_read(
     assert [chunk.number for chunk in chunk_reads(plan, wanted)] == sorted(chunks)
     tensors = [torch.zeros(wanted[0].nbytes, dtype=torch.uint8)]
     nbytes = read_all(stored, plan, wanted, Targets(wanted, tensors), 2)
-    total = stored.shard(0).template.nbytes
+    total = stored.shard(0).nbytes
     assert nbytes == sum(min(CHUNK_NBYTES, total - c * CHUNK_NBYTES) for c in chunks)
     assert torch.equal(tensors[0], as_bytes(matrices[number][slice(*rows), slice(*columns)]))
 

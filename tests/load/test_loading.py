@@ -114,7 +114,7 @@ def test_layers_that_moved_between_stages_get_their_extra_states(
 
 
 def test_an_older_checkpoint_must_hold_every_tensor_a_damaged_load_overwrote() -> None:
-    request = LoadRequest(ModelState(Replicated()), chunks=[], optimizer=None, strict=False)
+    request = LoadRequest(ModelState(Replicated()), [], optimizer=None, policy=LoadPolicy())
     weight, moment = ("weight", "w"), ("exp_avg", "w")
     refuse_mixture(request, set(), "older")
     request.overwritten.update({weight, moment})

@@ -17,6 +17,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.load import loader, memory_source, storage_source
 from megatron_flashckpt.load.chunk_reader import ChunkReader
+from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.load_request import LoadRequest
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.load.side_state import SideState
@@ -31,7 +32,7 @@ from tests.support.forked.nursery import call_in_ranks
 RANKS = 2
 SAVE = Save(10, SAVE_ID)
 REQUEST = LoadRequest(
-    ModelState(Config().replicated), chunks=[], optimizer=None, strict=True, fill=False
+    ModelState(Config().replicated), chunks=[], optimizer=None, policy=LoadPolicy(fill=False)
 )
 
 

@@ -13,6 +13,7 @@ from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT
+from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.load_request import LoadRequest, Names, StateTypes
 from megatron_flashckpt.load.plan import plan_load
 from megatron_flashckpt.load.saved_job import SavedJob
@@ -57,7 +58,9 @@ def test_a_missing_master_is_made_from_the_part_of_the_weight_that_covers_it(
     job = SavedJob("the checkpoint", [source(0, [BOX])], [Coordinates()])
     model_state = ModelState(Replicated())
     wanted = (*weights, *masters)
-    request = _Request(model_state, chunks=[], optimizer=None, strict=False, wanted=wanted)
+    request = _Request(
+        model_state, chunks=[], optimizer=None, policy=LoadPolicy(strict=False), wanted=wanted
+    )
     plan_load(request, job, [], {}).finish()
     assert [master.tensor.tolist() for master in masters] == [[1, 2, 3], [4, 5, 6]]
 
@@ -87,7 +90,7 @@ def test_weights_of_another_type_are_converted_if_no_optimizer_is_loaded(
     )
     state = ModelState(Replicated())
     optimizer = ChainedOptimizer([])
-    request = _Request(state, chunks=[], optimizer=optimizer, strict=True, wanted=wanted)
+    request = _Request(state, chunks=[], optimizer=optimizer, policy=LoadPolicy(), wanted=wanted)
     with pytest.raises(MissingStateError, match="in the model"):
         plan_load(request, job, [], {})
     plan = plan_load(dataclasses.replace(request, optimizer=None), job, [], {})

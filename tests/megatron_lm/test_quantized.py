@@ -15,6 +15,7 @@ from megatron.core import fp8_utils
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.load.load_policy import LoadPolicy
 from megatron_flashckpt.load.load_request import LoadRequest, refuse_missing_masters
 from megatron_flashckpt.megatron_lm import parallel, self_check
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
@@ -106,14 +107,14 @@ def test_a_load_without_the_optimizer_is_refused() -> None:
     )
     with pytest.raises(UnsupportedError, match=re.escape(text)):
         refuse_missing_masters(
-            LoadRequest(ModelState(Replicated()), [job], None, strict=True), "/save/iter_0000003"
+            LoadRequest(ModelState(Replicated()), [job], None, LoadPolicy()), "/save/iter_0000003"
         )
     refuse_missing_masters(
-        LoadRequest(ModelState(Replicated()), [job], sharding(job), strict=True),
+        LoadRequest(ModelState(Replicated()), [job], sharding(job), LoadPolicy()),
         "/save/iter_0000003",
     )
     refuse_missing_masters(
-        LoadRequest(ModelState(Replicated()), [Job()], None, strict=True), "/save/iter_0000003"
+        LoadRequest(ModelState(Replicated()), [Job()], None, LoadPolicy()), "/save/iter_0000003"
     )
 
 

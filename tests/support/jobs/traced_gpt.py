@@ -417,12 +417,12 @@ def report_counters() -> None:
     """Trace the plan counters of our checkpointer, if ours was in use."""
     session = sys.modules.get("megatron_flashckpt.save.session")
     for opened in session.session._open.values() if session else ():
-        counters = opened.checkpointer.planner.plans.counters
+        origins = opened.checkpointer.planner.plans.origins
         trace(
             event="plans",
-            local=counters.local_hits,
-            shared=counters.shared_hits,
-            misses=counters.misses,
+            local=origins["kept"],
+            shared=origins["found"],
+            misses=origins["computed"],
         )
         if "GPU" in os.environ:
             on_gpu.report(trace, opened.checkpointer.link.stager)
