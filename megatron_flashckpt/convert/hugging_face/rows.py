@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -98,20 +98,19 @@ class Match:
         return shape == self.shape
 
     def assemble(
-        self, shape: Shape, read: Callable[[HfTensor], torch.Tensor], dtype: torch.dtype
+        self, shape: Shape, tensors: Iterable[torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return Megatron's tensor in `shape`; padding is zero.
 
         Args:
-            read: returns a tensor of the model.
+            tensors: the tensors of `parts`, of which one at a time is in memory.
         """
         result = torch.zeros(shape, dtype=dtype)
-        for part in self.parts:
-            tensor = read(part)
-            tensor = tensor.T if part.transposed else tensor
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            rows = tensor.T if part.transposed else tensor
             position = 0
             for start, stop in part.rows:
-                result[start:stop] = tensor[position : position + stop - start]
+                result[start:stop] = rows[position : position + stop - start]
                 position += stop - start
         return result
 

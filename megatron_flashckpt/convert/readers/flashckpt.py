@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections import OrderedDict, defaultdict
@@ -16,7 +15,7 @@ from megatron_flashckpt.catalog.stored_checkpoint import (
     ends_of,
     open_checkpoint,
 )
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region, rounded
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, of_boxes, rounded
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
@@ -106,16 +105,11 @@ def open_ours(store: Store, iteration: int, options: Options) -> Contents:
         optimizer=optimizer or None,
         rng=_random_states(states, all_replicas=all_replicas),
         objects={name: value for _, state in states for name, value in state["objects"].items()},
-        warnings=_warnings(stored, unused),
+        warnings=tuple(
+            f"{key} is not converted: no forward uses it, and other parallel layouts do not have it"
+            for key in unused
+        ),
     )
-
-
-def _warnings(stored: StoredCheckpoint, unused: Iterable[str]) -> tuple[str, ...]:
-    warnings = [
-        f"{key} is not converted: no forward uses it, and other parallel layouts do not have it"
-        for key in unused
-    ]
-    return tuple(warnings)
 
 
 def _side_states(
@@ -165,7 +159,6 @@ def _global_tensor(
     chunks: _Chunks,
 ) -> GlobalTensor:
     kind, key, global_shape = name
-    first = dtypes[min(dtypes)]
 
     def read_box(box: Box) -> torch.Tensor:
         dtype = dtypes[box]
@@ -178,13 +171,7 @@ def _global_tensor(
             return torch.empty(box[1], dtype=dtype)
         return torch.frombuffer(box_bytes, dtype=dtype).view(box[1])
 
-    def read(region: Box) -> torch.Tensor:
-        if region in boxes:
-            return read_box(region)
-        return read_region(region, boxes, read_box, first, f"{kind}/{key}")
-
-    others = {box: dtype for box, dtype in dtypes.items() if dtype != first}
-    return GlobalTensor(key, kind, first, global_shape, tuple(sorted(boxes)), read, others)
+    return of_boxes(key, kind, dtypes[min(dtypes)], global_shape, dtypes, read_box)
 
 
 def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
@@ -193,35 +180,17 @@ def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
     Layers with other types under the same key were stored as weights.
     """
     weights = {tensor.key: tensor for tensor in tensors if tensor.kind == WEIGHT}
-    dtype = torch.float16 if getattr(args, "fp16", False) else torch.bfloat16
     derived = {}
     for master in tensors:
         if master.kind != MASTER:
             continue
         weight = weights.get(master.key)
-        if weight is None:
-            derived[master.key] = rounded(master, dtype)
-        elif not set(master.boxes) & set(weight.boxes) and weight.dtypes.isdisjoint(SIXTEEN_BIT):
-            derived[master.key] = _joined(weight, rounded(master, dtype))
+        if weight is None or (
+            set(master.boxes).isdisjoint(weight.boxes) and weight.dtypes.isdisjoint(SIXTEEN_BIT)
+        ):
+            derived[master.key] = rounded(master, args, weight)
     kept = [tensor for tensor in tensors if tensor.kind != WEIGHT or tensor.key not in derived]
     return kept + list(derived.values())
-
-
-def _joined(first: GlobalTensor, second: GlobalTensor) -> GlobalTensor:
-    """Return the tensor with the boxes of `first` and `second`."""
-    boxes = {box: tensor for tensor in (first, second) for box in tensor.boxes}
-
-    def read(region: Box) -> torch.Tensor:
-        if region in boxes:
-            return boxes[region].read(region)
-        return read_region(region, boxes, lambda box: boxes[box].read(box), first.dtype, first.name)
-
-    others = {
-        box: tensor.dtype_of(box)
-        for box, tensor in boxes.items()
-        if tensor.dtype_of(box) != first.dtype
-    }
-    return dataclasses.replace(first, boxes=tuple(sorted(boxes)), read=read, others=others)
 
 
 class _Chunks:

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert.common import ddp_buckets, safe_pickle
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.common.contents import Contents, rounded
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.tensor_parts import Part, global_tensors, part_of
 from megatron_flashckpt.convert.readers import legacy_optimizer
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
 from megatron_flashckpt.file_format.file_names import parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
-from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm import hyper_parameters
 from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
@@ -127,7 +126,7 @@ def with_weights_of_masters(contents: Contents) -> Contents:
     """Return `contents` with weights that are rounded from their masters."""
     masters = {tensor.key: tensor for tensor in contents.tensors if tensor.kind == MASTER}
     tensors = [
-        _of_master(tensor, masters[tensor.key])
+        rounded(masters[tensor.key], contents.args, tensor)
         if tensor.kind == WEIGHT and tensor.key in masters
         else tensor
         for tensor in contents.tensors
@@ -137,22 +136,6 @@ def with_weights_of_masters(contents: Contents) -> Contents:
         "--overlap-param-gather and --accept-damage"
     )
     return dataclasses.replace(contents, tensors=tensors, warnings=(*contents.warnings, warning))
-
-
-def _of_master(weight: GlobalTensor, master: GlobalTensor) -> GlobalTensor:
-    """Return `weight` rounded from `master`, except for its fp32 layers, which have no master."""
-
-    def read_box(box: Box) -> torch.Tensor:
-        if box not in master.boxes:
-            return weight.read(box)
-        return master.read(box).to(weight.dtype_of(box))
-
-    def read(region: Box) -> torch.Tensor:
-        if region in weight.boxes:
-            return read_box(region)
-        return read_region(region, weight.boxes, read_box, weight.dtype, weight.name)
-
-    return dataclasses.replace(weight, read=read)
 
 
 def contents_of(

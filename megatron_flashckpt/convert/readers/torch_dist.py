@@ -12,13 +12,12 @@ Chained optimizers of older releases have the prefix `chained_<n>.`.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import re
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from megatron_flashckpt.convert.common import safe_pickle
 from megatron_flashckpt.convert.common.contents import (
     Contents,
     GlobalTensor,
-    read_region,
+    of_boxes,
     refuse_low_halves,
 )
 from megatron_flashckpt.convert.common.options import Options
@@ -212,13 +211,10 @@ def _tensors(
 def _tensor(reader: Reader, name: str, stored: StoredTensor, kind: str, key: str) -> GlobalTensor:
     if stored.original_shape is not None:
         return _flattened(reader, name, stored, kind, key)
-    boxes = tuple((offset, stored.chunks[offset]) for offset in sorted(stored.chunks))
-
-    def read_box(box: Box) -> torch.Tensor:
-        return reader.chunk(name, box[0])
-
-    read = functools.partial(_read, set(boxes), boxes, read_box, stored.dtype, name)
-    return GlobalTensor(key, kind, stored.dtype, stored.shape, boxes, read)
+    dtypes = dict.fromkeys(stored.chunks.items(), stored.dtype)
+    return of_boxes(
+        key, kind, stored.dtype, stored.shape, dtypes, lambda box: reader.chunk(name, box[0])
+    )
 
 
 def _flattened(
@@ -229,7 +225,7 @@ def _flattened(
     counts = stored.shape[:-1]
     extent = tuple(n // count for n, count in zip(whole_shape, counts, strict=True))
     runs: dict[Box, dict[int, Shape]] = defaultdict(dict)
-    for offset in sorted(stored.chunks):
+    for offset in stored.chunks:
         *numbers, start = offset
         low = tuple(number * n for number, n in zip(numbers, extent, strict=True))
         runs[low, extent][start] = offset
@@ -247,21 +243,8 @@ def _flattened(
             )
         return flat.view(extent)
 
-    read = functools.partial(_read, set(runs), tuple(runs), read_box, stored.dtype, name)
-    return GlobalTensor(key, kind, stored.dtype, whole_shape, tuple(runs), read)
-
-
-def _read(
-    known: set[Box],
-    boxes: tuple[Box, ...],
-    read_box: Callable[[Box], torch.Tensor],
-    dtype: torch.dtype,
-    name: str,
-    region: Box,
-) -> torch.Tensor:
-    return (
-        read_box(region) if region in known else read_region(region, boxes, read_box, dtype, name)
-    )
+    dtypes = dict.fromkeys(runs, stored.dtype)
+    return of_boxes(key, kind, stored.dtype, whole_shape, dtypes, read_box)
 
 
 # ---------------------------------------------------------------------- objects
