@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.convert.common.damage_check import bits
 from megatron_flashckpt.convert.common.frozen import FEWER
 from megatron_flashckpt.convert.common.tensor_parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError
@@ -329,9 +330,4 @@ def verify(
 
 def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
     """Return whether `weight` equals the rounded `master`, bit for bit."""
-    return torch.equal(_bits(weight), _bits(master.to(weight.dtype)))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, so that NaN equals itself and -0 differs from 0."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return torch.equal(bits(weight), bits(master.to(weight.dtype)))
