@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_flashckpt.errors import UnsupportedError
-
-#: Names of each kind in a message.
-_SHOWN = 8
+from megatron_flashckpt.errors import UnsupportedError, first_few
 
 
 def refuse(
@@ -31,8 +28,7 @@ def refuse(
         UnsupportedError: the message has the first names of each kind.
     """
     problems = [
-        f"{phrase} {', '.join(names[:_SHOWN])}"
-        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        f"{phrase} {first_few(names)}"
         for phrase, names in (
             ("missing tensors:", missing),
             ("tensors that this model does not have:", extra),

@@ -33,15 +33,13 @@ from megatron_flashckpt.convert.readers.legacy import (
     RankFiles,
     accepts,
     contents_of,
-    first_few,
-    has_ranks,
     is_legacy,
     model_parts,
     open_ranks,
     with_weights_of_masters,
 )
 from megatron_flashckpt.convert.readers.legacy_optimizer import GroupClass, class_of, group_classes
-from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError, first_few
 from megatron_flashckpt.megatron_lm import hyper_parameters
 
 #: Cause of shards that do not match the weights.
@@ -49,11 +47,6 @@ MIXED = "DLRover committed files of two saves in one directory"
 
 _Shards = dict[int, dict[int, dict[int, dict[str, Any]]]]
 """Tensors of one rank by bucket, group and position."""
-
-
-def is_dlrover(directory: Path) -> bool:
-    """Return whether the iteration directory `directory` holds optimizer state by rank."""
-    return has_ranks(directory)
 
 
 def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
@@ -130,7 +123,7 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
         )
         raise CorruptCheckpointError(
             f"{directory}: {len(empty_files)} of {len(files)} ranks have no optimizer tensors "
-            f"({first_few(empty_files)}), so the optimizer state is not in this checkpoint "
+            f"({first_few(empty_files, most=4)}), so the optimizer state is not in this checkpoint "
             f"({reason}); {ddp_buckets.REMEDY}"
         )
     return of_ranks

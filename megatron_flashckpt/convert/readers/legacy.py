@@ -19,7 +19,12 @@ from megatron_flashckpt.convert.common.contents import Contents, rounded
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.tensor_parts import Part, global_tensors, part_of
 from megatron_flashckpt.convert.readers import legacy_optimizer
-from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
+from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
+    NotCommittedError,
+    UnsupportedError,
+    first_few,
+)
 from megatron_flashckpt.file_format.file_names import parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm import hyper_parameters
@@ -27,8 +32,6 @@ from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 
-#: Problems that a message names, at most.
-_SHOWN = 4
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 _COMMON = (
@@ -62,12 +65,6 @@ class RankFiles:
             for number, chunk in enumerate(self.model.chunks)
             for parameter in chunk.parameters
         }
-
-
-def first_few(problems: list[str], separator: str = ", ") -> str:
-    """Return the first few of `problems` and the number of further ones, for a message."""
-    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return separator.join(problems[:_SHOWN]) + more
 
 
 def remedy_for(directory: Path) -> str:
@@ -281,7 +278,7 @@ def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
     if problems:
         raise UnsupportedError(
             f"{directory}: its model differs from the GPT that its args describe: "
-            f"{first_few(problems, '; ')}; {remedy_for(directory)}"
+            f"{first_few(problems, '; ', most=4)}; {remedy_for(directory)}"
         )
 
 
