@@ -36,7 +36,6 @@ from megatron_flashckpt.convert.readers.legacy import (
     is_legacy,
     model_parts,
     open_ranks,
-    with_weights_of_masters,
 )
 from megatron_flashckpt.convert.readers.legacy_optimizer import GroupClass, class_of, group_classes
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError, first_few
@@ -80,8 +79,7 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
         groups = hyper_parameters.merge(
             [legacy_optimizer.hyper_parameters(state) for state in saved]
         )
-        contents = contents_of(directory, iteration, ranks, parts, groups)
-        return with_weights_of_masters(contents) if accept else contents
+        return contents_of(directory, iteration, ranks, parts, groups, accept=accept)
     if getattr(args, "decoupled_lr", None) is not None or getattr(args, "use_mup", False):
         raise UnsupportedError(
             f"{directory}: this DLRover did not save the optimizer's param groups, which cannot be "
@@ -90,9 +88,7 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
         )
     steps = _steps(shards)
     groups = [_hyper_parameters(args, max(steps, default=float(iteration)))]
-    contents = contents_of(directory, iteration, ranks, parts, groups)
-    if accept:
-        contents = with_weights_of_masters(contents)
+    contents = contents_of(directory, iteration, ranks, parts, groups, accept=accept)
     if steps:
         return contents
     warning = (

@@ -101,17 +101,17 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
     """
     ranks = open_ranks(directory)
     parts = [part for rank in ranks for part in model_parts(rank)]
+    accept = accepts(ranks[0], options)
     optimizer = None
     if not options.weights_only and _has_optimizer(ranks[0]):
         experts = ddp_buckets.has_experts([rank.model for rank in ranks])
         saved = []
         for rank in ranks:
-            rank_optimizer = _optimizer(rank, experts=experts, accept=accepts(rank, options))
+            rank_optimizer = _optimizer(rank, experts=experts, accept=accept)
             parts += rank_optimizer.parts
             saved.append(rank_optimizer.hyper_parameters)
         optimizer = hyper_parameters.merge(saved)
-    contents = contents_of(directory, iteration, ranks, parts, optimizer)
-    return with_weights_of_masters(contents) if accepts(ranks[0], options) else contents
+    return contents_of(directory, iteration, ranks, parts, optimizer, accept=accept)
 
 
 def accepts(rank: RankFiles, options: Options) -> bool:
@@ -119,7 +119,7 @@ def accepts(rank: RankFiles, options: Options) -> bool:
     return options.accept_damage and ddp_buckets.gathers_late(rank.state["args"])
 
 
-def with_weights_of_masters(contents: Contents) -> Contents:
+def _with_weights_of_masters(contents: Contents) -> Contents:
     """Return `contents` with weights that are rounded from their masters."""
     masters = {tensor.key: tensor for tensor in contents.tensors if tensor.kind == MASTER}
     tensors = [
@@ -141,10 +141,16 @@ def contents_of(
     ranks: list[RankFiles],
     parts: list[Part],
     optimizer: list[dict[str, Any]] | None,
+    *,
+    accept: bool = False,
 ) -> Contents:
-    """Return contents with the tensors of `parts` and the side state of `ranks`."""
+    """Return contents with the tensors of `parts` and the side state of `ranks`.
+
+    Args:
+        accept: the weights may be older than their masters, so they are rounded from these.
+    """
     first = ranks[0].state
-    return Contents(
+    contents = Contents(
         place=str(directory),
         iteration=iteration,
         common={
@@ -162,6 +168,7 @@ def contents_of(
             *(() if optimizer is not None else _doubt(first["args"])),
         ),
     )
+    return _with_weights_of_masters(contents) if accept and optimizer is not None else contents
 
 
 def _differing_embeddings(ranks: list[RankFiles]) -> tuple[str, ...]:
