@@ -22,11 +22,7 @@ from megatron_flashckpt.catalog.lineage import choose
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.common.former_export import CONVERTED_FROM
 from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.common.output_dir import (
-    checkpoint_directory,
-    move_tracker,
-    new_directory,
-)
+from megatron_flashckpt.convert.common.output_dir import move_tracker, new_directory
 from megatron_flashckpt.file_format import manifest
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import (
@@ -64,7 +60,7 @@ def write_ours(contents: Contents, root: Path, options: Options) -> Path:
     Raises:
         ConfigError: a checkpoint of that iteration exists and may not be replaced.
     """
-    directory = checkpoint_directory(root, contents.iteration)
+    directory = root / iteration_dir(contents.iteration)
     with (
         new_directory(directory, overwrite=options.overwrite, mark=False) as fresh,
         _new_run(open_store(root)) as run,

@@ -13,7 +13,7 @@ from megatron_flashckpt.convert.common.contents import Contents, refuse_low_halv
 from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
-    checkpoint_directory,
+    megatrons_directory,
     move_tracker,
     new_directory,
     save,
@@ -65,7 +65,7 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
         args.no_save_optim = True
     if not contents.rng:
         args.no_save_rng = True
-    directory = checkpoint_directory(root, contents.iteration, megatron=True)
+    directory = megatrons_directory(root, contents.iteration)
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         for model in models:
             place = fresh / rank_directory(model, contents.args)
@@ -90,7 +90,7 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
                 if written.buffers is not None:
                     save(written.buffers, place / OPTIMIZER_FILE)
             save(state, place / MODEL_FILE)
-    move_tracker(root, contents.iteration, megatron=True)
+    move_tracker(root, contents.iteration)
     return directory
 
 

@@ -35,7 +35,7 @@ from megatron_flashckpt.convert.common.contents import (
 from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
-    checkpoint_directory,
+    megatrons_directory,
     move_tracker,
     new_directory,
     save,
@@ -71,7 +71,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
             raise several_types(tensor.name, tensor.dtypes)
         if tensor.kind == MASTER_STATE and torch.int16 in tensor.dtypes:
             refuse_low_halves(tensor.name)
-    directory = checkpoint_directory(root, contents.iteration, megatron=True)
+    directory = megatrons_directory(root, contents.iteration)
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         files = _Files(fresh, options.shard_nbytes)
@@ -82,7 +82,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
         files.finish()
         save(_common(contents, distributed=distributed), fresh / COMMON)
         (fresh / CONFIG).write_text(json.dumps(_FORMAT))
-    move_tracker(root, contents.iteration, megatron=True)
+    move_tracker(root, contents.iteration)
     return directory
 
 
