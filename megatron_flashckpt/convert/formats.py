@@ -165,7 +165,7 @@ def open_source(root: Path | str, iteration: int | None, options: Options) -> Op
     if path is not None and _retry(store, path, lambda: is_hf(path)):
         if iteration is not None:
             raise ConfigError(f"{root}: is a Hugging Face model; leave out --iteration {iteration}")
-        contents = _open_with_retries(_open_hf, store, path, 0, options)
+        contents = _open_with_retries(open_hf, store, path, 0, options)
         return OpenCheckpoint("hf", contents, (path, path))
     number = _tracked(store) if iteration is None else _existing(store, iteration)
     place = f"{root}/{iteration_dir(number)}"
@@ -214,10 +214,6 @@ def _opened(
         f"{place}: holds no checkpoint in a format that can be converted ({known}); "
         "'flashckpt ls DIR' lists the checkpoints of a save directory"
     )
-
-
-def _open_hf(directory: Path, iteration: int, options: Options) -> Contents:
-    return open_hf(directory, options)
 
 
 def convert(

@@ -146,9 +146,8 @@ def _random_states(
     rng: dict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
     for coordinates, state in states:
         if state["rng"] is not None:
-            rng[coordinates.pp, coordinates.tp].setdefault(coordinates.dp, state["rng"])
-    if not all_replicas:
-        return {place: [next(iter(replicas.values()))] for place, replicas in rng.items()}
+            replica = coordinates.dp if all_replicas else 0
+            rng[coordinates.pp, coordinates.tp].setdefault(replica, state["rng"])
     return {place: list(replicas.values()) for place, replicas in rng.items()}
 
 

@@ -37,8 +37,8 @@ def is_hf(directory: Path) -> bool:
     return (directory / CONFIG).is_file() and not (directory / TRACKER).exists()
 
 
-def open_hf(directory: Path, options: Options) -> Contents:
-    """Return the weights of a model as iteration 0 of a job without parallelism.
+def open_hf(directory: Path, iteration: int, options: Options) -> Contents:
+    """Return the weights of a model as `iteration`, 0, of a job without parallelism.
 
     Raises:
         ConfigError: `config.json` is missing or not complete.
@@ -58,11 +58,11 @@ def open_hf(directory: Path, options: Options) -> Contents:
     tensors = [_global_tensor(key, of_key, stored) for key, of_key in sorted(by_key.items())]
     return Contents(
         place=str(directory),
-        iteration=0,
+        iteration=iteration,
         common={
             "args": _args(model, tensors),
             "checkpoint_version": 3.0,
-            "iteration": 0,
+            "iteration": iteration,
             "num_floating_point_operations_so_far": 0.0,
             "opt_param_scheduler": None,
         },
