@@ -19,7 +19,7 @@ from megatron_flashckpt.cli import commands
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, UnsupportedError
-from tests.convert.tensors import assert_equal, wholes
+from tests.convert.made import differing
 from tests.support.megatron_jobs import same
 
 FILES = Path(__file__).parent / "dlrover_files"
@@ -45,9 +45,9 @@ def test_tensors_of_dlrover_equal_those_of_megatrons_files(saved: Path) -> None:
     dlrovers = open_source(saved / "dlrover", None, Options())
     stocks = open_source(saved / "stock", None, Options())
     assert (dlrovers.format, stocks.format) == ("dlrover", "torch")
-    tensors = wholes(dlrovers.contents)
-    assert {kind for kind, _ in tensors} == {"weight", "master", "exp_avg", "exp_avg_sq"}
-    assert_equal(tensors, wholes(stocks.contents))
+    tensors = dlrovers.contents.tensors
+    assert {tensor.kind for tensor in tensors} == {"weight", "master", "exp_avg", "exp_avg_sq"}
+    assert differing(tensors, stocks.contents.tensors) == []
     assert dlrovers.contents.common.keys() == stocks.contents.common.keys()
     assert same(dlrovers.contents.optimizer, stocks.contents.optimizer)
     notes = ["tied embeddings"] if "cb995d5-pp2" in str(saved) else []
@@ -66,7 +66,7 @@ def test_weights_saved_before_their_all_gather_are_read_from_the_masters(
         open_source(saved / "dlrover", None, Options())
     dlrovers = open_source(saved / "dlrover", None, Options(accept_damage=True)).contents
     stocks = open_source(saved / "stock", None, Options()).contents
-    assert_equal(wholes(dlrovers), wholes(stocks))
+    assert differing(dlrovers.tensors, stocks.tensors) == []
     assert ["--overlap-param-gather" in warning for warning in dlrovers.warnings] == [True]
     weights = open_source(saved / "dlrover", None, Options(weights_only=True)).contents
     assert ["may have saved the weights before" in warning for warning in weights.warnings] == [
@@ -108,10 +108,11 @@ def test_a_dlrover_save_converted_twice_equals_megatrons_files(saved: Path, tmp_
         elif "cb995d5-pp2" in str(saved) and name.parent.name.endswith("_001"):
             continue
         assert same(plain(ours), plain(stocks)), file
-    assert_equal(
-        wholes(open_source(tmp_path / "torch", None, options).contents),
-        wholes(open_source(saved / "stock", None, options).contents),
+    again, stocks = (
+        open_source(root, None, options).contents.tensors
+        for root in (tmp_path / "torch", saved / "stock")
     )
+    assert differing(again, stocks) == []
 
 
 def plain(state: Any) -> Any:

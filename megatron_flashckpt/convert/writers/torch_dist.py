@@ -7,6 +7,7 @@ parameter), which megatron-core reads since 0.15. The plain optimizer's state ha
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -162,8 +163,8 @@ def _objects(contents: Contents) -> Iterator[tuple[Sequence[str], Any]]:
         if path.endswith("attention.linear_proj"):
             modules.append(path.replace("linear_proj", "core_attention"))  # has no tensors
         for module in modules:
-            for place in torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)):
-                key = _unique_key(f"{module}._extra_state", tuple(place.tolist()), counts)
+            for numbers in itertools.product(*map(range, counts)):
+                key = _unique_key(f"{module}._extra_state", numbers, counts)
                 names.setdefault(key, None)
     for name, value in names.items():
         yield (name,), value
