@@ -93,6 +93,17 @@ def group(**identity: Any) -> dict[str, Any]:
     return {**values, **named, **identity}
 
 
+def common_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the state that is equal on all ranks of a job with `args`."""
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+        "num_floating_point_operations_so_far": 1.5,
+        "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 80},
+    }
+
+
 def contents(seed: int = 0, **arguments: Any) -> Contents:
     """Return a whole checkpoint of a job with TP 2 and PP 2."""
     args = argparse.Namespace(
@@ -104,13 +115,7 @@ def contents(seed: int = 0, **arguments: Any) -> Contents:
     return Contents(
         place="made",
         iteration=ITERATION,
-        common={
-            "args": args,
-            "checkpoint_version": 3.0,
-            "iteration": ITERATION,
-            "num_floating_point_operations_so_far": 1.5,
-            "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 80},
-        },
+        common=common_of(args),
         tensors=tensors(seed),
         optimizer=[
             {
@@ -153,7 +158,7 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
     boxes = [(tensor, box) for tensor in made.tensors for box in tensor.boxes]
     sizes = [(torch.Size(box[1]).numel(), tensor.dtype_of(box).itemsize) for tensor, box in boxes]
     state = {
-        "rng": made.rng[0, 0][0],
+        "rng": made.rng[0, 0][0] if made.rng else None,
         "optimizer": made.optimizer,
         "rerun": None,
         "objects": made.objects,

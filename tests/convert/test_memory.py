@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import open_source
@@ -17,7 +15,8 @@ from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from tests.cli.test_object_urls import copy
 from tests.convert.big import BOXES, contents
-from tests.convert.hf_files import make_model
+from tests.convert.hf_files import make_model, weights
+from tests.support.megatron_jobs import same
 
 MEASURED = """
 import resource, sys
@@ -111,9 +110,4 @@ def test_a_model_is_converted_a_few_tensors_at_a_time(tmp_path: Path) -> None:
     assert (whole / "model.safetensors").stat().st_size > 160 << 20
     # The cache holds 32 MiB of chunks, and the largest tensor has 8 MiB.
     assert peak_of(MEASURED_MODEL, *files[::-1], tmp_path / "results") < 80 << 20
-    back = {}
-    for file in (tmp_path / "results/whole/hf").glob("*.safetensors"):
-        back |= load_file(file)
-    original = load_file(whole / "model.safetensors")
-    assert back.keys() == original.keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
+    assert same(weights(tmp_path / "results/whole/hf"), weights(whole))
