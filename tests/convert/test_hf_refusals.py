@@ -6,9 +6,6 @@ import argparse
 import dataclasses
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,36 +329,3 @@ def test_padding_is_cut_and_other_rows_are_kept(tmp_path: Path, model: Path) -> 
 
     write(model, tmp_path, model, change)
     assert same(weights(tmp_path / "result"), weights(model))
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.common import safetensors_files
-from megatron_flashckpt.convert.formats import convert, open_source
-
-model, result = map(Path, sys.argv[1:])
-write, count = safetensors_files._write, 0
-
-def killed(*arguments):
-    global count
-    count += 1
-    if count == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(*arguments)
-
-safetensors_files._write = killed
-options = Options(hf_config=model, shard_nbytes=99)
-convert(open_source(model, None, options), result, "hf", options)
-"""
-
-
-def test_a_killed_conversion_leaves_no_directory_of_the_result(tmp_path: Path, model: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(model), str(tmp_path / "result")]
-    killed = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    (left,) = (path.name for path in tmp_path.iterdir() if path != model)
-    assert left.startswith(".result.")
-    assert left.endswith(".tmp")
-    write(model, tmp_path, model)
