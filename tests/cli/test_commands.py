@@ -649,6 +649,10 @@ def test_a_directory_without_permission_gives_a_one_line_error(run: Run, save: P
         ["verify", "a", "--iteration", "9" * 5000],
         ["inspect", "a", "--yaml"],
         ["plan", "--gpus", "8", "--num-layers", "2"],
+        ["config", "check", "--save", "http://host/save"],
+        ["convert", "a", "b"],
+        ["convert", "a", "b", "--to", "onnx"],
+        ["convert", "a", "b", "--to", "torch", "--memory", "lots"],
     ],
 )
 def test_wrong_usage_is_explained_with_status_2(
@@ -670,6 +674,7 @@ def test_wrong_usage_is_explained_with_status_2(
         ["agent", "--foreground", "--save"],
         ["agent", "--wait", "--save"],
         ["convert", "--to", "torch", "save"],
+        ["convert", "--to", "torch"],
     ],
     ids=" ".join,
 )

@@ -34,8 +34,6 @@ from tests.convert.made import ITERATION, contents, differing, held, rng, whole,
 from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
 
-DAMAGED = "master/decoder.layers.mlp.linear_fc2.weight"
-
 
 class Trap:
     """Object that creates a file when it is unpickled."""
@@ -189,30 +187,6 @@ def test_any_name_of_a_chained_optimizer_is_accepted(tmp_path: Path) -> None:
         }
     reopened = open_torch_dist(directory, ITERATION, Options())
     assert differing(made.tensors, reopened.tensors) == []
-
-
-def test_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
-    made = contents()
-    (tensor,) = (tensor for tensor in made.tensors if tensor.name == DAMAGED)
-    value = whole(tensor)
-    value[1, :, 3] *= 1.5
-    write_torch_dist(with_tensor(made, DAMAGED, value), tmp_path / "source", Options())
-    opened = open_source(tmp_path / "source", None, Options())
-    with pytest.raises(CorruptCheckpointError) as error:
-        convert(opened, tmp_path / "result", "flashckpt", Options())
-    message = str(error.value)
-    assert "linear_fc2.weight (6 of 96 elements)" in message
-    assert "0.15.0 to 0.19.0" in message
-    assert "--weights-only" in message
-    assert not (tmp_path / "result").exists()
-    for options in (Options(weights_only=True), Options(accept_damage=True, overwrite=True)):
-        opened = open_source(tmp_path / "source", None, options)
-        convert(opened, tmp_path / "result", "flashckpt", options)
-        kinds = {
-            tensor.kind
-            for tensor in open_source(tmp_path / "result", None, Options()).contents.tensors
-        }
-        assert ("master" in kinds) == options.accept_damage
 
 
 def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
