@@ -20,7 +20,7 @@ from megatron_flashckpt.convert.common.frozen import FEWER
 from megatron_flashckpt.convert.common.tensor_parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import MASTER
-from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
 
 #: Megatron's name of the masters in a buffer.
 MAIN = "param"
@@ -112,14 +112,6 @@ def gathers_late(args: Any) -> bool:
     return bool(getattr(args, "overlap_param_gather", False))
 
 
-def sub_optimizer_chunks(model: RankModel, args: Any) -> list[list[tuple[int, Chunk]]]:
-    """Return the chunks, with their numbers, of each dense sub-optimizer."""
-    chunks = list(enumerate(model.chunks))
-    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
-        return [chunks[:1], chunks[1:]]
-    return [chunks]
-
-
 def has_experts(models: Iterable[RankModel]) -> bool:
     """Return whether a sub-optimizer for expert parameters exists (on every rank)."""
     return any(
@@ -133,22 +125,24 @@ def has_experts(models: Iterable[RankModel]) -> bool:
 def sub_optimizers(
     model: RankModel, args: Any, *, experts: bool
 ) -> list[list[tuple[int, list[LocalTensor]]]]:
-    """Return, per sub-optimizer of a rank and per chunk, the chunk's number and parameters."""
-    result = [
-        [
-            (number, [parameter for parameter in chunk.parameters if not parameter.expert])
-            for number, chunk in chunks
-        ]
-        for chunks in sub_optimizer_chunks(model, args)
-    ]
+    """Return, per sub-optimizer of a rank and per chunk, the chunk's number and parameters.
+
+    Args:
+        experts: the last sub-optimizer is that of the expert parameters.
+    """
+    chunks = list(enumerate(model.chunks))
+    subs = [(chunks, False)]
+    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
+        subs = [(chunks[:1], False), (chunks[1:], False)]
     if experts:
-        result.append(
-            [
-                (number, [parameter for parameter in chunk.parameters if parameter.expert])
-                for number, chunk in enumerate(model.chunks)
-            ]
-        )
-    return result
+        subs.append((chunks, True))
+    return [
+        [
+            (number, [parameter for parameter in chunk.parameters if parameter.expert == expert])
+            for number, chunk in of_sub
+        ]
+        for of_sub, expert in subs
+    ]
 
 
 def buffers(
