@@ -34,12 +34,12 @@ from megatron_flashckpt.convert.readers.legacy import (
     accepts,
     contents_of,
     is_legacy,
+    merged_groups,
     model_parts,
     open_ranks,
 )
 from megatron_flashckpt.convert.readers.legacy_optimizer import GroupClass, class_of, group_classes
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError, first_few
-from megatron_flashckpt.megatron_lm import hyper_parameters
 
 #: Cause of shards that do not match the weights.
 MIXED = "DLRover committed files of two saves in one directory"
@@ -75,10 +75,7 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
     for rank in ranks:
         parts += _optimizer_parts(rank, shards, accept=accept)
     if "optimizer" in ranks[0].state:
-        saved = [rank.state["optimizer"] for rank in ranks]
-        groups = hyper_parameters.merge(
-            [legacy_optimizer.hyper_parameters(state) for state in saved]
-        )
+        groups = merged_groups(ranks)
         return contents_of(directory, iteration, ranks, parts, groups, accept=accept)
     if getattr(args, "decoupled_lr", None) is not None or getattr(args, "use_mup", False):
         raise UnsupportedError(

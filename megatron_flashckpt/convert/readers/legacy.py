@@ -105,12 +105,9 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
     optimizer = None
     if not options.weights_only and _has_optimizer(ranks[0]):
         experts = ddp_buckets.has_experts([rank.model for rank in ranks])
-        saved = []
         for rank in ranks:
-            rank_optimizer = _optimizer(rank, experts=experts, accept=accept)
-            parts += rank_optimizer.parts
-            saved.append(rank_optimizer.hyper_parameters)
-        optimizer = hyper_parameters.merge(saved)
+            parts += _optimizer_parts(rank, experts=experts, accept=accept)
+        optimizer = merged_groups(ranks)
     return contents_of(directory, iteration, ranks, parts, optimizer, accept=accept)
 
 
@@ -305,7 +302,14 @@ def _has_optimizer(rank: RankFiles) -> bool:
     return "optimizer" in rank.state or not (released or getattr(args, "no_save_optim", None))
 
 
-def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimizer.RankOptimizer:
+def merged_groups(ranks: list[RankFiles]) -> list[dict[str, Any]]:
+    """Return the param groups, steps and scalers of all ranks, each once."""
+    return hyper_parameters.merge(
+        [legacy_optimizer.hyper_parameters(rank.state["optimizer"]) for rank in ranks]
+    )
+
+
+def _optimizer_parts(rank: RankFiles, *, experts: bool, accept: bool) -> list[Part]:
     args = rank.state["args"]
     distributed = getattr(args, "use_distributed_optimizer", False)
     file = rank.directory / (OPTIMIZER_FILE if distributed else MODEL_FILE)
@@ -314,13 +318,11 @@ def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimi
             f"{file}: holds no optimizer state, although the run saved it (rank_*/{OPTIMIZER_FILE} "
             f"of DLRover is missing too); {ddp_buckets.REMEDY}"
         )
-    common_args = (rank.model, rank.weights, args, rank.state["optimizer"])
+    model = (rank.model, rank.weights, args)
     if not distributed:
-        return legacy_optimizer.plain(*common_args, str(file), experts=experts)
+        return legacy_optimizer.plain(*model, rank.state["optimizer"], str(file), experts=experts)
     stored = safe_pickle.load(file, str(file), mmap=True)
-    return legacy_optimizer.distributed(
-        *common_args, stored, str(file), experts=experts, accept=accept
-    )
+    return legacy_optimizer.distributed(*model, stored, str(file), experts=experts, accept=accept)
 
 
 def _random_states(ranks: list[RankFiles]) -> dict[tuple[int, int], list[dict[str, Any]]]:

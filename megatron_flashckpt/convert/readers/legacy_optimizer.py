@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,30 +19,19 @@ Weights = dict[tuple[int, str], torch.Tensor]
 """Parameters of a rank by chunk and name."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RankOptimizer:
-    """Optimizer state of one rank."""
-
-    parts: list[Part]
-    hyper_parameters: list[dict[str, Any]]
-    """Param groups, steps and scalers, in the form of `hyper_parameters.hyper_parameters`."""
-
-
 def distributed(
     model: RankModel,
     weights: Weights,
     args: Any,
-    saved: Any,
     stored: Any,
     place: str,
     *,
     experts: bool,
-    accept: bool = False,
-) -> RankOptimizer:
+    accept: bool,
+) -> list[Part]:
     """Return the state of the distributed optimizer.
 
     Args:
-        saved: `optimizer` of the rank's state dict.
         stored: contents of `distrib_optim.pt`.
         place: path of that file, for messages.
         accept: do not compare 16-bit weights with their masters.
@@ -76,7 +64,7 @@ def distributed(
         for buffer, of_buffer in zip(layout, tensors, strict=True):
             remedy = None if accept else ddp_buckets.remedy(args)
             parts += _buffer_parts(buffer, of_buffer, weights, place, remedy)
-    return RankOptimizer(parts, hyper_parameters(saved))
+    return parts
 
 
 def _refuse_another_count(states: Sequence[Any], subs: Sequence[Any], place: str) -> None:
@@ -145,8 +133,11 @@ def plain(
     place: str,
     *,
     experts: bool,
-) -> RankOptimizer:
+) -> list[Part]:
     """Return the state of optimizers that do not shard parameters, with masters or without.
+
+    Args:
+        saved: `optimizer` of the rank's state dict.
 
     Raises:
         CorruptCheckpointError: the state belongs to another model, or contradicts the weights.
@@ -178,7 +169,7 @@ def plain(
                         f"assigned to parameters; {ddp_buckets.REMEDY}"
                     )
                 parts.append(part_of(parameter.geometry, kind, value))
-    return RankOptimizer(parts, hyper_parameters(saved))
+    return parts
 
 
 def _of_parameters(
@@ -319,10 +310,11 @@ def grouped(
 
 def hyper_parameters(saved: Any) -> list[dict[str, Any]]:
     """Return groups, steps and scaler of `optimizer` in a rank's state dict."""
-    return [_hyper_parameters(state.get("optimizer", state), state) for state in _listed(saved)]
+    return [_hyper_parameters(state) for state in _listed(saved)]
 
 
-def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def _hyper_parameters(saved: dict[str, Any]) -> dict[str, Any]:
+    inner = saved.get("optimizer", saved)
     steps = {
         float(state["step"])
         for state in inner.get("state", {}).values()
