@@ -122,8 +122,8 @@ def test_defaults_are_megatron_s() -> None:
     words = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --swiglu".split()
     args = gpt_size.parse([*words, "--vocab-size", "500", "--tokenizer-type", "NullTokenizer"])
     assert gpt_size.padded_vocabulary(args) == 512
-    # The MLP is int(4 * 128 * 2 / 3 / 64) * 64 wide, and the gate doubles the first matrix.
-    assert gpt_size._mlp(args).sharded == 320 * 128 * 3 + 2 * 320
+    # The MLP is int(4 * 128 * 2 / 3 / 64) * 64 wide.
+    assert gpt_size._ffn(args) == 320
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.layout.template import Layout, PlanCache, order
+from megatron_flashckpt.layout.template import PlanCache, order
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.job_description import facts, versions
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
@@ -107,7 +107,17 @@ def _write(
         pieces = [_piece(tensor, box) for tensor, box in shard.boxes] + [state.piece]
         positions = order(pieces)
         layout = PlanCache().layout([pieces[position] for position in positions])
-        meta = _meta(store, layout, rank, len(shards), shard.coordinates)
+        meta = SlotMeta(
+            root=store.place,
+            rank=rank,
+            world_size=len(shards),
+            coordinates=shard.coordinates,
+            template_fingerprint=layout.template_fingerprint,
+            template=layout.template,
+            placement=layout.placement,
+            common=b"",
+            description={},
+        )
         boxes = [*shard.boxes, None]
         tensors = (
             state.tensor if (box := boxes[position]) is None else box[0].read(box[1])
@@ -200,23 +210,6 @@ def _piece(tensor: GlobalTensor, box: Box) -> Piece:
     numel = torch.Size(shape).numel()
     dtype = dtype_name(tensor.dtype_of(box))
     return Piece(tensor.key, tensor.kind, dtype, tensor.shape, offset, shape, 0, numel)
-
-
-def _meta(
-    store: Store, layout: Layout, rank: int, world_size: int, coordinates: Coordinates
-) -> SlotMeta:
-    """Return what a shard's header and record state."""
-    return SlotMeta(
-        root=store.place,
-        rank=rank,
-        world_size=world_size,
-        coordinates=coordinates,
-        template_fingerprint=layout.template_fingerprint,
-        template=layout.template,
-        placement=layout.placement,
-        common=b"",
-        description={},
-    )
 
 
 def _chunks(tensors: Iterator[torch.Tensor]) -> Iterator[memoryview]:
