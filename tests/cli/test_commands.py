@@ -404,18 +404,6 @@ def test_verify_reports_a_tensor_with_missing_elements(run: Run, save: Path, los
     assert ran.lines[0].endswith("; choose an older one with --iteration")
 
 
-def test_verify_reports_elements_that_two_ranks_saved(run: Run, save: Path) -> None:
-    ranks = [pieces_of_rank(rank) for rank in range(4)]
-    doubled = next(p for p in ranks[0] if p.kind == "buffer")
-    ranks[1].insert(0, doubled)
-    make(save, ranks=ranks)
-    ran = run("verify", save)
-    assert ran.status == 1
-    twice = "buffer/layers.bias: box at (0,) of shape (3,): elements 0-2 are stored twice "
-    assert twice in ran.out
-    assert "(ranks 0 and 1)" in ran.out
-
-
 def test_verify_shows_a_progress_bar_only_on_a_terminal(save: Path, run: Run) -> None:
     make(save)
     command = [sys.executable, "-m", "megatron_flashckpt.cli", "verify", str(save)]

@@ -147,14 +147,19 @@ def broken(legacy: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(legacy / "dlrover", tmp_path / "broken"))
 
 
+def change_states(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the state dicts of all ranks."""
+    for file in directory.rglob("model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False)
+        change(state)
+        torch.save(state, file)
+
+
 def test_missing_param_groups_are_rebuilt_from_args_with_a_guessed_step(
     legacy: Path, broken: Path
 ) -> None:
     """Early releases of DLRover wrote no `optimizer` to the model files."""
-    for file in broken.rglob("model_optim_rng.pt"):
-        state = torch.load(file, weights_only=False)
-        del state["optimizer"]
-        torch.save(state, file)
+    change_states(broken, lambda state: state.pop("optimizer"))
     guessed = open_source(broken, None, Options()).contents
     complete = open_source(legacy / "dlrover", None, Options()).contents
     (rebuilt,), (expected,) = guessed.optimizer, complete.optimizer
@@ -174,11 +179,8 @@ def test_missing_param_groups_are_rebuilt_from_args_with_a_guessed_step(
 def test_missing_param_groups_of_decoupled_lr_or_mup_are_refused(
     broken: Path, flag: dict[str, Any]
 ) -> None:
-    for file in broken.rglob("model_optim_rng.pt"):
-        state = torch.load(file, weights_only=False)
-        del state["optimizer"]
-        vars(state["args"]).update(flag)
-        torch.save(state, file)
+    change_states(broken, lambda state: state.pop("optimizer"))
+    change_states(broken, lambda state: vars(state["args"]).update(flag))
     with pytest.raises(UnsupportedError, match="did not save the optimizer's param groups"):
         open_source(broken, None, Options())
     open_source(broken, None, Options(weights_only=True))
@@ -332,10 +334,7 @@ def test_commands_name_the_dlrover_format_and_the_remedy(
 
 def test_a_model_that_cannot_be_rebuilt_is_refused_with_a_remedy(broken: Path) -> None:
     def change(**changes: Any) -> str:
-        for file in (broken / NEWEST).rglob("model_optim_rng.pt"):
-            state = torch.load(file, weights_only=False)
-            vars(state["args"]).update(changes)
-            torch.save(state, file)
+        change_states(broken / NEWEST, lambda state: vars(state["args"]).update(changes))
         with pytest.raises(FlashCkptError) as caught:
             open_source(broken, None, Options())
         assert isinstance(caught.value, UnsupportedError)

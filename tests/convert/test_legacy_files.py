@@ -26,7 +26,7 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
-from tests.convert.made import differing, whole
+from tests.convert.made import differing, save_as_ranks, whole
 from tests.convert.rebuilt import ITERATION, arguments, contents
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -383,3 +383,15 @@ def test_a_save_without_optimizer_state_can_be_converted(tmp_path: Path) -> None
 def test_missing_common_state_is_named(save: Path) -> None:
     change(save, "model_optim_rng.pt", lambda state: state.pop("checkpoint_version"))
     assert "lacks checkpoint_version; convert another" in refused(save, CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "torch"])
+def test_args_may_have_any_names(tmp_path: Path, to: str) -> None:
+    """Frameworks fill them with what they like."""
+    args = arguments()
+    vars(args).update({5: "five", "self": 1})
+    save_as_ranks(contents(args), tmp_path / "ours", replicas=1)
+    opened = open_source(tmp_path / "ours", ITERATION, Options())
+    convert(opened, tmp_path / "result", to, Options())
+    back = open_source(tmp_path / "result", ITERATION, Options()).contents
+    assert (vars(back.args)[5], back.args.self) == ("five", 1)
