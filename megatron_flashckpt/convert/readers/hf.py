@@ -13,10 +13,9 @@ import torch
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, of_boxes
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.safetensors_files import StoredInFile, tensors_in
-from megatron_flashckpt.convert.hugging_face import differences
 from megatron_flashckpt.convert.hugging_face.architectures import Model, model_of
 from megatron_flashckpt.convert.hugging_face.hf_config import CONFIG, read_config
-from megatron_flashckpt.convert.hugging_face.rows import Match
+from megatron_flashckpt.convert.hugging_face.rows import Match, refuse_differences
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
@@ -93,7 +92,7 @@ def _refuse_others(
         for name, shape in expected.items()
         if name in stored and stored[name].shape != shape
     ]
-    differences.refuse(
+    refuse_differences(
         str(directory),
         place,
         "give the weights and the config.json of one model",

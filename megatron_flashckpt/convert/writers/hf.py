@@ -20,10 +20,9 @@ from megatron_flashckpt.convert.common.named_regions import NamedRegion, named_r
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import new_directory
 from megatron_flashckpt.convert.common.safetensors_files import StoredTensor, write_files
-from megatron_flashckpt.convert.hugging_face import differences
 from megatron_flashckpt.convert.hugging_face.architectures import Model, model_of
 from megatron_flashckpt.convert.hugging_face.hf_config import read_config
-from megatron_flashckpt.convert.hugging_face.rows import HfTensor, Match, taken
+from megatron_flashckpt.convert.hugging_face.rows import HfTensor, Match, refuse_differences, taken
 from megatron_flashckpt.errors import ConfigError, UnsupportedError
 
 #: Files of a template that are not copied: weights, and lists of them.
@@ -97,7 +96,7 @@ def _tensors(contents: Contents, model: Model, place: str) -> Iterator[StoredTen
             wrong.append(f"{region.name} has {region.shape}, expected {match.shape}")
         else:
             pairs.append((region, match))
-    differences.refuse(
+    refuse_differences(
         contents.place,
         place,
         "give the template of this model with --hf-config DIR",
