@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,51 +244,29 @@ def test_gpt2_is_read_as_it_was_published(tmp_path: Path) -> None:
     assert same(after, expected)
 
 
-def cut(model: Path) -> None:
-    os.truncate(model / FILE, (model / FILE).stat().st_size - 1)
-
-
-def no_header(model: Path) -> None:
-    (model / FILE).write_bytes(b"\xff" * 8)
-
-
-def false_offsets(model: Path) -> None:
-    data = (model / FILE).read_bytes()
-    (model / FILE).write_bytes(data.replace(b"[0,", b"[1,"))
-
-
-def not_json(model: Path) -> None:
-    (model / FILE).write_bytes((4).to_bytes(8, "little") + b"oops")
-
-
-def outside(model: Path) -> None:
-    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "../model/model.safetensors"}}))
-
-
-def absent(model: Path) -> None:
-    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
-
-
-def list_index(model: Path) -> None:
-    (model / INDEX).write_text("[]")
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "damage", "message"),
     [
-        (cut, "ends before .* does; download"),
-        (no_header, "has no whole header"),
-        (false_offsets, "has wrong bytes for"),
-        (not_json, "has a header that cannot be read"),
-        (outside, "names the file '../model/model.safetensors', which is not in the directory"),
-        (absent, "names the file 'model-2.safetensors'"),
-        (list_index, "is no list of files"),
+        (FILE, lambda data: data[:-1], "ends before .* does; download"),
+        (FILE, lambda data: b"\xff" * 8, "has no whole header"),
+        (FILE, lambda data: data.replace(b"[0,", b"[1,"), "has wrong bytes for"),
+        (FILE, lambda data: bytes([4, *bytes(7)]) + b"oops", "has a header that cannot be read"),
+        (
+            *(INDEX, lambda _: b'{"weight_map": {"a": "../model/model.safetensors"}}'),
+            "names the file '../model/model.safetensors', which is not in the directory",
+        ),
+        (
+            *(INDEX, lambda _: b'{"weight_map": {"a": "model-2.safetensors"}}'),
+            "names the file 'model-2.safetensors'",
+        ),
+        (INDEX, lambda _: b"[]", "is no list of files"),
     ],
+    ids=["cut", "no header", "false offsets", "not JSON", "outside", "missing", "list as index"],
 )
 def test_a_damaged_model_is_refused(
-    model: Path, damage: Callable[[Path], None], message: str
+    model: Path, file: str, damage: Callable[[bytes], bytes], message: str
 ) -> None:
-    damage(model)
+    (model / file).write_bytes(damage((model / FILE).read_bytes()))
     with pytest.raises(CorruptCheckpointError, match=message):
         open_source(model, None, Options())
 

@@ -41,22 +41,6 @@ def convert(source: Path, to: Path, form: str, *more: str) -> int:
     return main(["convert", str(source), str(to), "--to", form, *options, *more])
 
 
-def same(save: Path) -> Path:
-    return save
-
-
-def parent(save: Path) -> Path:
-    return save.parent
-
-
-def child(save: Path) -> Path:
-    return save / "hf"
-
-
-def checkpoint(save: Path) -> Path:
-    return save / DIRECTORY
-
-
 def link(save: Path) -> Path:
     path = save.parent.parent / "link"
     path.symlink_to(save)
@@ -85,10 +69,10 @@ def where_a_file_really_is(save: Path) -> Path:
 @pytest.mark.parametrize(
     "where",
     [
-        same,
-        parent,
-        child,
-        checkpoint,
+        pytest.param(lambda save: save, id="same"),
+        pytest.param(lambda save: save.parent, id="parent"),
+        pytest.param(lambda save: save / "hf", id="child"),
+        pytest.param(lambda save: save / DIRECTORY, id="checkpoint"),
         link,
         where_the_checkpoint_really_is,
         where_a_file_really_is,

@@ -259,32 +259,30 @@ def test_an_object_of_another_class_is_named(tmp_path: Path) -> None:
         open_source(tmp_path, None, Options())
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "metadata", "common", "outside"])
-def test_a_damaged_source_is_named_and_nothing_is_written(tmp_path: Path, damage: str) -> None:
-    directory = write_torch_dist(contents(), tmp_path / "save", Options())
-    (file,) = directory.glob("*.distcp")
-    place = file.name
-    if damage == "missing":
-        file.unlink()
-    elif damage == "short":
-        file.write_bytes(file.read_bytes()[:-3000])
-    elif damage == "metadata":
-        place = ".metadata"
-        (directory / place).write_bytes((directory / place).read_bytes()[:-20])
-    elif damage == "common":
-        place = "common.pt"
-        (directory / place).write_bytes(b"not a pickle")
-    else:
-        place = ".metadata"
-        described = (directory / place).read_bytes()
-        (directory / place).write_bytes(described.replace(b"__0_0.distcp", b"../_0.distcp"))
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("__0_0.distcp", None),
+        ("__0_0.distcp", lambda data: data[:-3000]),
+        (".metadata", lambda data: data[:-20]),
+        (".metadata", lambda data: data.replace(b"__0_0.distcp", b"../_0.distcp")),
+        ("common.pt", lambda data: b"not a pickle"),
+    ],
+    ids=["missing", "short", "metadata", "outside", "common"],
+)
+def test_a_damaged_source_is_named_and_nothing_is_written(
+    tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None
+) -> None:
+    file = write_torch_dist(contents(), tmp_path / "save", Options()) / name
+    data = file.read_bytes()
+    file.unlink()
+    if damage is not None:
+        file.write_bytes(damage(data))
     before = snapshot(tmp_path)
-    with pytest.raises(CorruptCheckpointError, match=place):
+    with pytest.raises(CorruptCheckpointError, match=name):
         convert(
             open_source(tmp_path / "save", None, Options()),
-            tmp_path / "ours",
-            "flashckpt",
-            Options(),
+            *(tmp_path / "ours", "flashckpt", Options()),
         )
     assert snapshot(tmp_path) == before
 
