@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -199,12 +199,17 @@ class _Chunks:
     """
 
     def __init__(self, stored: StoredCheckpoint, budget_nbytes: int) -> None:
-        self._stored = stored
-        self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
-        self._free = budget_nbytes
+        shard = functools.lru_cache(_KEPT_HEADERS)(stored.shard)
         #: Chunks that fit into the cache at a time.
-        self._fitting = budget_nbytes // CHUNK_NBYTES
-        self._shard = functools.lru_cache(_KEPT_HEADERS)(stored.shard)
+        self._fitting = max(1, budget_nbytes // CHUNK_NBYTES)
+
+        @functools.lru_cache(self._fitting)
+        def chunk(name: tuple[int, int]) -> memoryview:
+            """Return a chunk of a rank's file. Called by several threads."""
+            rank, index = name
+            return stored.chunk(shard(rank), index)
+
+        self._chunk = chunk
 
     def fetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Read the chunks of a box, given as arguments of `read`, as far as they fit.
@@ -215,14 +220,9 @@ class _Chunks:
             CorruptCheckpointError: as `read`.
         """
         names = dict.fromkeys(
-            (rank, index)
-            for rank, start, nbytes in ranges
-            for index in _indices(start, nbytes)
-            if (rank, index) not in self._kept
+            (rank, index) for rank, start, nbytes in ranges for index in _indices(start, nbytes)
         )
-        wanted = list(names)[: self._fitting]
-        for name, chunk in zip(wanted, for_all(self._stored_chunk, wanted), strict=True):
-            self._keep(name, chunk)
+        for_all(self._chunk, list(names)[: self._fitting])
 
     def read(self, rank: int, start: int, nbytes: int) -> bytearray:
         """Return `nbytes` bytes at `start` of the data section of `rank`'s file.
@@ -236,24 +236,6 @@ class _Chunks:
             chunk = self._chunk((rank, index))
             result += chunk[max(start - base, 0) : start + nbytes - base]
         return result
-
-    def _chunk(self, name: tuple[int, int]) -> memoryview:
-        if name in self._kept:
-            self._kept.move_to_end(name)
-            return self._kept[name]
-        return self._keep(name, self._stored_chunk(name))
-
-    def _stored_chunk(self, name: tuple[int, int]) -> memoryview:
-        """Read a chunk from storage. Called by several threads."""
-        rank, index = name
-        return self._stored.chunk(self._shard(rank), index)
-
-    def _keep(self, name: tuple[int, int], chunk: memoryview) -> memoryview:
-        self._free -= len(chunk)
-        self._kept[name] = chunk
-        while self._free < 0 and len(self._kept) > 1:
-            self._free += len(self._kept.popitem(last=False)[1])
-        return chunk
 
 
 def _indices(start: int, nbytes: int) -> range:
