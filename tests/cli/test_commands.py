@@ -531,23 +531,11 @@ def test_the_output_of_config_check_is_a_valid_configuration(run: Run, tmp_path:
     assert load_config(file, {}) == Config()
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (
-            b"slotts: 3",
-            r".*mine\.yaml: unknown setting slotts \(did you mean slots\?\); correct or remove it",
-        ),
-        (b"slots: 0", r".*mine\.yaml: .*slots must be at least 1, got 0.*"),
-        (b"slots: [1", r".*mine\.yaml: is not valid YAML .*"),
-    ],
-)
-def test_a_wrong_configuration_gives_one_line_and_status_2(
-    run: Run, tmp_path: Path, content: bytes, said: str
-) -> None:
+def test_a_wrong_configuration_gives_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_bytes(content)
-    only_line(run("config", "check", file), said, 2)
+    file.write_text("slotts: 3")
+    remedy = r"unknown setting slotts \(did you mean slots\?\); correct or remove it"
+    only_line(run("config", "check", file), rf".*mine\.yaml: {remedy}", 2)
 
 
 # ---------------------------------------------------------------------- errors
