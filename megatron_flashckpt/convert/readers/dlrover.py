@@ -163,7 +163,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
                 continue
             differing = [] if accept else _contradicting_replicas(held, rank)
             if not differing:
-                return _parts(layout, held, rank, where, None if accept else ddp_buckets.REMEDY)
+                return _parts(layout, held, rank, where)
             differing_replicas.append(differing)
     if not differing_replicas:
         raise CorruptCheckpointError(
@@ -259,7 +259,7 @@ def _contradicting_replicas(held: _Held, rank: RankFiles) -> list[int]:
 
 
 def _parts(
-    layout: list[ddp_buckets.Buffer], held: _Held, rank: RankFiles, where: str, remedy: str | None
+    layout: list[ddp_buckets.Buffer], held: _Held, rank: RankFiles, where: str
 ) -> list[Part]:
     def weight(place: ddp_buckets.Place) -> torch.Tensor:
         return rank.weights[place.chunk, place.parameter.name]
@@ -269,7 +269,8 @@ def _parts(
         _, _, tensors = held[buffer.places[0]][0]
         states = {name: value.dtype for name, value in tensors.items() if name != "step"}
         read = functools.partial(_read, held)
-        parts += ddp_buckets.buffer_parts(buffer, states, weight, read, where, remedy)
+        # All masters were compared already, or their differences are accepted.
+        parts += ddp_buckets.buffer_parts(buffer, states, weight, read, where, remedy=None)
     return parts
 
 
