@@ -309,17 +309,21 @@ def grouped(
 
 
 def hyper_parameters(saved: Any) -> list[dict[str, Any]]:
-    """Return groups, steps and scaler of `optimizer` in a rank's state dict."""
+    """Return groups, steps and scaler of `optimizer` in a rank's state dict, or in torch_dist's."""
     return [_hyper_parameters(state) for state in _listed(saved)]
 
 
 def _hyper_parameters(saved: dict[str, Any]) -> dict[str, Any]:
+    # FP32Optimizer saves the inner optimizer's state without the key `optimizer`.
     inner = saved.get("optimizer", saved)
+    states = inner.get("state", {})
     steps = {
         float(state["step"])
-        for state in inner.get("state", {}).values()
-        if isinstance(state.get("step"), torch.Tensor)
+        for state in states.values()
+        if isinstance(state, dict) and isinstance(state.get("step"), torch.Tensor)
     }
+    if states.get("common_step") is not None:  # that of all parameters, in torch_dist
+        steps.add(float(states["common_step"]))
     if len(steps) > 1:
         raise UnsupportedError(
             f"parameters of one optimizer have different steps {sorted(steps)}, but the result can "
@@ -328,7 +332,7 @@ def _hyper_parameters(saved: dict[str, Any]) -> dict[str, Any]:
     return {
         "param_groups": [
             {key: value for key, value in group.items() if key != "params"}
-            for group in inner["param_groups"]
+            for group in inner.get("param_groups", [])
         ],
         "step": steps.pop() if steps else None,
         "grad_scaler": saved.get("grad_scaler"),

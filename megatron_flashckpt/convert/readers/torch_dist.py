@@ -33,6 +33,7 @@ from megatron_flashckpt.convert.common.contents import (
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.dcp import Reader, StoredTensor
 from megatron_flashckpt.convert.readers.dp_reshardable import optimizer_tensors
+from megatron_flashckpt.convert.readers.legacy_optimizer import hyper_parameters
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box
@@ -153,23 +154,8 @@ def _common(directory: Path, reader: Reader) -> dict[str, Any]:
 def _optimizers(saved: dict[Any, Any]) -> list[dict[str, Any]]:
     """Return `Contents.optimizer`; a chained optimizer's state is one level deeper."""
     if saved and all(isinstance(number, int) for number in saved):
-        return [_optimizer(saved[number]) for number in sorted(saved)]
-    return [_optimizer(saved)]
-
-
-def _optimizer(saved: dict[str, Any]) -> dict[str, Any]:
-    # FP32Optimizer saves the inner optimizer's state without the key `optimizer`.
-    inner = saved.get("optimizer", saved)
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in inner.get("param_groups", [])
-    ]
-    step = inner.get("state", {}).get("common_step")
-    return {
-        "param_groups": groups,
-        "step": None if step is None else float(step),
-        "grad_scaler": saved.get("grad_scaler"),
-    }
+        return hyper_parameters([saved[number] for number in sorted(saved)])
+    return hyper_parameters(saved)
 
 
 # ---------------------------------------------------------------------- tensors
@@ -287,4 +273,4 @@ def _groups_by_bucket(reader: Reader, optimizer: list[dict[str, Any]]) -> list[d
         match = _BUCKET.match(key)
         if match is not None and key[match.end() :] in ("optimizer", "grad_scaler"):
             states[match[0]][key[match.end() :]] = reader.object(name)[0]
-    return merge([[_optimizer(state)] for state in states.values()]) or optimizer
+    return merge([hyper_parameters(state) for state in states.values()]) or optimizer
