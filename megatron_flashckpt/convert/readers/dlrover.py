@@ -191,14 +191,8 @@ def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass,
     return [order] if classes <= set(order) else []
 
 
-@dataclasses.dataclass(frozen=True)
-class _OwnedRange:
-    """Range of one parameter that one replica owns."""
-
-    at: ddp_buckets.Place
-    start: int
-    end: int
-    """End of the range `[start, end)` of the flattened parameter."""
+_OwnedRange = tuple[ddp_buckets.Place, int, int]
+"""Range of one parameter that one replica owns: start and end in the flattened parameter."""
 
 
 def _owned(
@@ -214,7 +208,7 @@ def _owned(
                 start = max(share * replica - place.start, 0)
                 end = min(share * (replica + 1) - place.start, place.parameter.numel)
                 if start < end:
-                    own_ranges.append(_OwnedRange(place, start, end))
+                    own_ranges.append((place, start, end))
     return result
 
 
@@ -232,17 +226,14 @@ def _held(
     result: _Held = defaultdict(list)
     for replica, (own_ranges, shards) in enumerate(zip(owned, replicas, strict=True)):
         positions = dict.fromkeys(order, 0)
-        for owned_range in own_ranges:
-            kind = class_of(owned_range.at.parameter, args)
-            of_bucket = shards.get(owned_range.at.bucket, {})
+        for place, start, end in own_ranges:
+            kind = class_of(place.parameter, args)
+            of_bucket = shards.get(place.bucket, {})
             tensors = of_bucket.get(order.index(kind), {}).get(positions[kind])
-            if (
-                tensors is None
-                or tensors[ddp_buckets.MAIN].numel() != owned_range.end - owned_range.start
-            ):
+            if tensors is None or tensors[ddp_buckets.MAIN].numel() != end - start:
                 return None
             positions[kind] += 1
-            result[owned_range.at].append((owned_range.start, replica, tensors))
+            result[place].append((start, replica, tensors))
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
@@ -45,13 +44,7 @@ from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.store import Store
 
-
-@dataclasses.dataclass
-class _Shard:
-    """File of the result: its boxes, and the coordinates of the rank that it represents."""
-
-    coordinates: Coordinates
-    boxes: list[tuple[GlobalTensor, Box]]
+_Boxes = list[tuple[GlobalTensor, Box]]
 
 
 def write_ours(contents: Contents, root: Path, options: Options) -> Path:
@@ -102,23 +95,23 @@ def _write(
 ) -> None:
     shards = _shards(contents, shard_nbytes)
     records = []
-    for rank, shard in enumerate(shards):
-        state = side_state.frame(_rank_state(contents, shard.coordinates), rank, len(shards))
-        pieces = [_piece(tensor, box) for tensor, box in shard.boxes] + [state.piece]
+    for rank, (coordinates, own_boxes) in enumerate(shards):
+        state = side_state.frame(_rank_state(contents, coordinates), rank, len(shards))
+        pieces = [_piece(tensor, box) for tensor, box in own_boxes] + [state.piece]
         positions = order(pieces)
         layout = PlanCache().layout([pieces[position] for position in positions])
         meta = SlotMeta(
             root=store.place,
             rank=rank,
             world_size=len(shards),
-            coordinates=shard.coordinates,
+            coordinates=coordinates,
             template_fingerprint=layout.template_fingerprint,
             template=layout.template,
             placement=layout.placement,
             common=b"",
             description={},
         )
-        boxes = [*shard.boxes, None]
+        boxes = [*own_boxes, None]
         tensors = (
             state.tensor if (box := boxes[position]) is None else box[0].read(box[1])
             for position in positions
@@ -142,13 +135,13 @@ def _write(
     store.create(end, manifest.encode_manifest(merged))
 
 
-def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
-    """Return the boxes in files of about `limit_nbytes`.
+def _shards(contents: Contents, limit_nbytes: int) -> list[tuple[Coordinates, _Boxes]]:
+    """Return the boxes in files of about `limit_nbytes`, and whose rank each file represents.
 
     A rank loads its side state from the file with its coordinates. So every place in the parallel
     layout, and every replica if replicas differ, has a file, even without boxes.
     """
-    files: list[list[tuple[GlobalTensor, Box]]] = [[]]
+    files: list[_Boxes] = [[]]
     free = limit_nbytes
     for tensor in contents.tensors:
         for box in tensor.boxes:
@@ -167,7 +160,7 @@ def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
         turn, position = divmod(number, len(places))
         place = places[position]
         dp = place.dp + turn * replicas
-        shards.append(_Shard(msgspec.structs.replace(place, dp=dp), boxes))
+        shards.append((msgspec.structs.replace(place, dp=dp), boxes))
     return shards
 
 

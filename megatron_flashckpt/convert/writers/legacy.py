@@ -85,10 +85,11 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
             if rng:
                 state["rng_state"] = rng
             if contents.optimizer is not None:
-                written = legacy_optimizer.of_rank(model, contents, tensors, experts=experts)
-                state["optimizer"] = written.state
-                if written.buffers is not None:
-                    save(written.buffers, place / OPTIMIZER_FILE)
+                state["optimizer"], buffers = legacy_optimizer.of_rank(
+                    model, contents, tensors, experts=experts
+                )
+                if buffers is not None:
+                    save(buffers, place / OPTIMIZER_FILE)
             save(state, place / MODEL_FILE)
     move_tracker(root, contents.iteration)
     return directory
