@@ -6,11 +6,9 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_flashckpt.convert.common import ddp_buckets
-from megatron_flashckpt.convert.common.contents import Contents, refuse_low_halves
-from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.frozen import refuse_partial_state
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
     megatrons_directory,
@@ -28,7 +26,6 @@ from megatron_flashckpt.convert.readers.legacy import (
 from megatron_flashckpt.convert.writers import legacy_optimizer
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
-from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
@@ -48,12 +45,9 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
             weights and optimizer, or only some layers that share a key were frozen.
         MissingStateError: the tensors of the args' model differ from those of `contents`.
     """
-    refuse_partly_frozen(contents)
+    refuse_partial_state(contents)
     models = rank_models(contents.args, _ANOTHER_FORMAT)
     tensors = by_kind(contents.tensors)
-    for tensor in tensors.get(MASTER_STATE, {}).values():
-        if torch.int16 in tensor.dtypes:
-            refuse_low_halves(f"{contents.place}: {tensor.name}")
     _refuse_another_model(contents, models, tensors)
     experts = ddp_buckets.has_experts(models)
     legacy = legacy_gpt.is_legacy_gpt(contents.args)

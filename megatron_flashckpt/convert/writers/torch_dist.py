@@ -27,13 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_flashckpt.convert.common.contents import (
-    Contents,
-    GlobalTensor,
-    refuse_low_halves,
-    several_types,
-)
-from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, several_types
+from megatron_flashckpt.convert.common.frozen import refuse_partial_state
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
     megatrons_directory,
@@ -44,7 +39,6 @@ from megatron_flashckpt.convert.common.output_dir import (
 from megatron_flashckpt.convert.readers.dcp import METADATA
 from megatron_flashckpt.convert.readers.torch_dist import COMMON, CONFIG, RESHARDABLE
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
-from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -66,12 +60,10 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
             save such a model in this format. Or masters are split between weights and optimizer,
             or only some layers that share a key were frozen.
     """
-    refuse_partly_frozen(contents)
+    refuse_partial_state(contents)
     for tensor in contents.tensors:
         if len(tensor.dtypes) > 1:
             raise several_types(tensor.name, tensor.dtypes)
-        if tensor.kind == MASTER_STATE and torch.int16 in tensor.dtypes:
-            refuse_low_halves(tensor.name)
     directory = megatrons_directory(root, contents.iteration)
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
