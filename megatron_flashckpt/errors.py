@@ -6,6 +6,8 @@ error that matches a standard one inherits it, so that `except FileNotFoundError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from megatron_flashckpt.error_classes import class_of
@@ -112,6 +114,12 @@ def for_listing(message: str) -> str:
     for remedy in (f"; {OLDER}", f", or {OLDER}", f", or {ANOTHER}"):
         message = message.removesuffix(remedy)
     return message
+
+
+def first_few(items: Sequence[object], separator: str = ", ", most: int = 8) -> str:
+    """Return the first few of `items` and the number of further ones, for a message."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + more
 
 
 def shown_error(error: Exception) -> str:

@@ -19,10 +19,10 @@ from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.common.damage_check import refuse_damage
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.overlap import refuse_overlap
-from megatron_flashckpt.convert.readers.dlrover import is_dlrover, open_dlrover
+from megatron_flashckpt.convert.readers.dlrover import open_dlrover
 from megatron_flashckpt.convert.readers.flashckpt import is_ours, open_ours
 from megatron_flashckpt.convert.readers.hf import is_hf, open_hf
-from megatron_flashckpt.convert.readers.legacy import is_legacy, open_legacy
+from megatron_flashckpt.convert.readers.legacy import has_ranks, is_legacy, open_legacy
 from megatron_flashckpt.convert.readers.torch_dist import CONFIG, open_torch_dist
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.hf import write_hf
@@ -120,7 +120,7 @@ OURS = "flashckpt"
 #: Other formats in the order of their detection: the first that recognises a directory is used.
 SOURCES = (
     Source("torch_dist", lambda directory: (directory / CONFIG).exists(), open_torch_dist),
-    Source("dlrover", is_dlrover, open_dlrover),
+    Source("dlrover", has_ranks, open_dlrover),
     Source("torch", is_legacy, open_legacy),
 )
 
@@ -165,7 +165,7 @@ def open_source(root: Path | str, iteration: int | None, options: Options) -> Op
     if path is not None and _retry(store, path, lambda: is_hf(path)):
         if iteration is not None:
             raise ConfigError(f"{root}: is a Hugging Face model; leave out --iteration {iteration}")
-        contents = _open_with_retries(_open_hf, store, path, 0, options)
+        contents = _open_with_retries(open_hf, store, path, 0, options)
         return OpenCheckpoint("hf", contents, (path, path))
     number = _tracked(store) if iteration is None else _existing(store, iteration)
     place = f"{root}/{iteration_dir(number)}"
@@ -214,10 +214,6 @@ def _opened(
         f"{place}: holds no checkpoint in a format that can be converted ({known}); "
         "'flashckpt ls DIR' lists the checkpoints of a save directory"
     )
-
-
-def _open_hf(directory: Path, iteration: int, options: Options) -> Contents:
-    return open_hf(directory, options)
 
 
 def convert(

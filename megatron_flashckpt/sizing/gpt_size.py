@@ -231,7 +231,9 @@ def stages(args: argparse.Namespace) -> list[RankPart]:
     stage_parts = []
     for stage, layers in enumerate(layers_of_stages(args)):
         parts = [_attention(args) for _ in layers]
-        parts += [_experts(args) if moe[layer] else _mlp(args) for layer in layers]
+        parts += [
+            _experts(args) if moe[layer] else _linears(args, _ffn(args), tp) for layer in layers
+        ]
         parts += [RankPart(0, 2 * norm, 0, 2 * norm_tensors) for _ in layers]
         if stage == 0:
             parts.append(RankPart(table, 0, 0, 1))
@@ -261,10 +263,6 @@ def _attention(args: argparse.Namespace) -> RankPart:
         replicated += 2 * per_norm * channels
         tensors += 2 * per_norm
     return RankPart(sharded // tp, replicated, 0, tensors)
-
-
-def _mlp(args: argparse.Namespace) -> RankPart:
-    return _linears(args, _ffn(args), args.tensor_model_parallel_size)
 
 
 def _ffn(args: argparse.Namespace) -> int:

@@ -404,18 +404,6 @@ def test_verify_reports_a_tensor_with_missing_elements(run: Run, save: Path, los
     assert ran.lines[0].endswith("; choose an older one with --iteration")
 
 
-def test_verify_reports_elements_that_two_ranks_saved(run: Run, save: Path) -> None:
-    ranks = [pieces_of_rank(rank) for rank in range(4)]
-    doubled = next(p for p in ranks[0] if p.kind == "buffer")
-    ranks[1].insert(0, doubled)
-    make(save, ranks=ranks)
-    ran = run("verify", save)
-    assert ran.status == 1
-    twice = "buffer/layers.bias: box at (0,) of shape (3,): elements 0-2 are stored twice "
-    assert twice in ran.out
-    assert "(ranks 0 and 1)" in ran.out
-
-
 def test_verify_shows_a_progress_bar_only_on_a_terminal(save: Path, run: Run) -> None:
     make(save)
     command = [sys.executable, "-m", "megatron_flashckpt.cli", "verify", str(save)]
@@ -543,23 +531,11 @@ def test_the_output_of_config_check_is_a_valid_configuration(run: Run, tmp_path:
     assert load_config(file, {}) == Config()
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (
-            b"slotts: 3",
-            r".*mine\.yaml: unknown setting slotts \(did you mean slots\?\); correct or remove it",
-        ),
-        (b"slots: 0", r".*mine\.yaml: .*slots must be at least 1, got 0.*"),
-        (b"slots: [1", r".*mine\.yaml: is not valid YAML .*"),
-    ],
-)
-def test_a_wrong_configuration_gives_one_line_and_status_2(
-    run: Run, tmp_path: Path, content: bytes, said: str
-) -> None:
+def test_a_wrong_configuration_gives_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_bytes(content)
-    only_line(run("config", "check", file), said, 2)
+    file.write_text("slotts: 3")
+    remedy = r"unknown setting slotts \(did you mean slots\?\); correct or remove it"
+    only_line(run("config", "check", file), rf".*mine\.yaml: {remedy}", 2)
 
 
 # ---------------------------------------------------------------------- errors
@@ -649,6 +625,10 @@ def test_a_directory_without_permission_gives_a_one_line_error(run: Run, save: P
         ["verify", "a", "--iteration", "9" * 5000],
         ["inspect", "a", "--yaml"],
         ["plan", "--gpus", "8", "--num-layers", "2"],
+        ["config", "check", "--save", "http://host/save"],
+        ["convert", "a", "b"],
+        ["convert", "a", "b", "--to", "onnx"],
+        ["convert", "a", "b", "--to", "torch", "--memory", "lots"],
     ],
 )
 def test_wrong_usage_is_explained_with_status_2(
@@ -670,6 +650,7 @@ def test_wrong_usage_is_explained_with_status_2(
         ["agent", "--foreground", "--save"],
         ["agent", "--wait", "--save"],
         ["convert", "--to", "torch", "save"],
+        ["convert", "--to", "torch"],
     ],
     ids=" ".join,
 )

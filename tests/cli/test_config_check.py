@@ -91,9 +91,3 @@ def test_a_directory_passes_or_is_refused_by_name(run: Run, tmp_path: Path) -> N
         rf"\[Errno 20\] {tmp_path}/file: this node cannot write a large object "
         r"\(.*a file stands where a directory should be: move it away\)",
     )
-
-
-def test_a_url_of_no_known_kind_is_wrong_usage(run: Run) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run("config", "check", "--save", "http://host/save")
-    assert ended.value.code == 2

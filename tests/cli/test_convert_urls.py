@@ -122,22 +122,6 @@ def test_several_chunks_of_a_box_are_read_from_a_bucket_at_a_time(
     assert made.differing(contents.tensors, results) == []
 
 
-def test_a_changed_byte_in_a_bucket_ends_a_conversion_and_leaves_nothing(
-    run: Run, tmp_path: Path, save: Path, s3_url: str
-) -> None:
-    store = copy(save, s3_url)
-    (shard,) = (entry.name for entry in store.list("iter_0000010") if "rank_00000" in entry.name)
-    name = f"iter_0000010/{shard}"
-    data = bytearray(store.get(name))
-    data[-1] ^= 1
-    store.put(name, bytes(data))
-    only_line(
-        run("convert", s3_url, tmp_path / "to", "--to", "torch_dist"),
-        rf"{s3_url}/{name}, chunk 0 .*: digest .*; choose an older one with --iteration",
-    )
-    assert list((tmp_path / "to").rglob("*")) == []
-
-
 def test_what_cannot_be_converted_from_or_to_a_bucket_is_one_line(
     run: Run,
     tmp_path: Path,

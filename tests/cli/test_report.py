@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.catalog.history import PastSave, PastStart, append
-from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.file_format.file_names import HISTORY, event_name, save_name
 from megatron_flashckpt.layout.save_cost import Plans, SaveCost
 from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.cli.conftest import Run, only_line
 from tests.support import terminal
 from tests.support.checkpoints import RUN, fail, make
 from tests.support.histories import history
@@ -64,16 +64,11 @@ def saves(tmp_path: Path) -> Path:
     return root
 
 
-def report(capsys: pytest.CaptureFixture, *arguments: object) -> str:
-    assert main(["report", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
-
-
 def test_every_save_is_listed_with_its_timings(
-    saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, saves: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "2")
-    rows = json.loads(report(capsys, saves, "--json"))
+    rows = json.loads(run("report", saves, "--json").out)
     assert [(row["iteration"], row["state"]) for row in rows] == [
         (1, "removed"),
         (2, "committed"),
@@ -90,7 +85,7 @@ def test_every_save_is_listed_with_its_timings(
         None,
         None,
     ]
-    table = report(capsys, saves)
+    table = run("report", saves).out
     assert "4 saves, 1 failed, median blocked 250.0 ms" in table
     assert "latest 2" in table
     assert "1 computed" in table
@@ -98,59 +93,56 @@ def test_every_save_is_listed_with_its_timings(
     assert "iter_0000003" in table
 
 
-def test_without_a_history_the_report_reads_the_manifests(
-    saves: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_without_a_history_the_report_reads_the_manifests(run: Run, saves: Path) -> None:
     shutil.rmtree(saves / HISTORY)
-    rows = json.loads(report(capsys, saves, "--json"))
+    rows = json.loads(run("report", saves, "--json").out)
     assert [(row["iteration"], row["state"]) for row in rows] == [
         (2, "committed"),
         (4, "committed"),
     ]
-    assert "kept by" not in report(capsys, saves), "no rule is configured"
+    assert "kept by" not in run("report", saves).out, "no rule is configured"
 
 
 def test_unreadable_incomplete_and_replaced_saves_have_their_own_state(
-    saves: Path, capsys: pytest.CaptureFixture
+    run: Run, saves: Path
 ) -> None:
     next((saves / "iter_0000002").glob("*.end")).write_text("{")
     shard = next((saves / "iter_0000004").glob("*.rank_00001.safetensors"))
     shard.unlink()
     # A conversion in the same directory leaves such a file.
     (saves / "iter_0000001/mp_rank_00").mkdir(parents=True)
-    assert main(["report", str(saves), "--json"]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == "", "no retention is configured, so no warning is due"
-    states = {row["iteration"]: row["state"] for row in json.loads(printed.out)}
+    ran = run("report", saves, "--json")
+    assert ran.err == "", "no retention is configured, so no warning is due"
+    states = {row["iteration"]: row["state"] for row in json.loads(ran.out)}
     assert states == {1: "replaced", 2: "unreadable", 3: "failed", 4: "damaged"}
-    table = report(capsys, saves)
+    table = run("report", saves).out
     assert f"missing: {shard.name}" in table
     assert "is not a manifest" in table
     assert "is in Megatron's own format 'torch'" in table
     assert "4 saves, 1 failed, 2 damaged or unreadable, median blocked" in table
     shutil.rmtree(saves / HISTORY)
-    states = {row["iteration"]: row["state"] for row in json.loads(report(capsys, saves, "--json"))}
+    states = {
+        row["iteration"]: row["state"] for row in json.loads(run("report", saves, "--json").out)
+    }
     assert states == {2: "unreadable", 4: "damaged"}
 
 
-def test_an_iteration_that_was_saved_again_is_listed_as_replaced(
-    saves: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_iteration_that_was_saved_again_is_listed_as_replaced(run: Run, saves: Path) -> None:
     make(saves, 4, save_name(RUN, 5)).change_manifest(
         lambda manifest: manifest.update(committed_at=5.0)
     )
-    rows = json.loads(report(capsys, saves, "--json"))
+    rows = json.loads(run("report", saves, "--json").out)
     assert [row["state"] for row in rows[-2:]] == ["replaced", "committed"]
 
 
-def test_starts_are_listed_and_are_no_saves(saves: Path, capsys: pytest.CaptureFixture) -> None:
+def test_starts_are_listed_and_are_no_saves(run: Run, saves: Path) -> None:
     origin = {"save_id": save_name(RUN, 2), "iteration": 2, "source": "memory"}
     start = PastStart(run="000002-beef", started_at=2.5, world_size=4, **origin)
     append(PosixStore(saves), start)
-    rows = json.loads(report(capsys, saves, "--json"))
+    rows = json.loads(run("report", saves, "--json").out)
     assert [row["state"] for row in rows][:3] == ["removed", "committed", "started"]
     assert (rows[2]["iteration"], rows[2]["save_id"]) == (2, save_name(RUN, 2))
-    table = report(capsys, saves)
+    table = run("report", saves).out
     assert "run 000002-beef, 4 ranks, resumed from memory" in table
     assert "4 saves, 1 failed" in table
 
@@ -165,12 +157,11 @@ def test_starts_are_listed_and_are_no_saves(saves: Path, capsys: pytest.CaptureF
     ],
 )
 def test_the_interval_that_loses_least_follows_from_the_history(
-    tmp_path: Path, capsys: pytest.CaptureFixture, interruptions: int, told: str, proposed: str
+    run: Run, tmp_path: Path, interruptions: int, told: str, proposed: str
 ) -> None:
     for event in history(interruptions):
         append(PosixStore(tmp_path), event)
-    assert main(["report", str(tmp_path)]) == 0
-    measured, advice = capsys.readouterr().out.splitlines()[-2:]
+    measured, advice = run("report", tmp_path).lines[-2:]
     assert "an iteration takes 2.0 s, a save blocks 100.0 ms and is durable after 5.0 s" in measured
     assert told in measured
     assert advice.startswith(proposed)
@@ -179,64 +170,58 @@ def test_the_interval_that_loses_least_follows_from_the_history(
 
 @pytest.mark.parametrize("output", [[], ["--json"], ["--png", "x.png"]], ids=str)
 def test_a_directory_without_any_record_of_a_save_is_an_error(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    output: list[str],
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "iter_0000001/mp_rank_00").mkdir(parents=True)  # Megatron's own format
-    assert main(["report", str(tmp_path), *output]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err == (
-        f"flashckpt: {tmp_path}: holds no checkpoint in flashckpt format and no history of saves; "
-        "give Megatron's --save directory\n"
+    only_line(
+        run("report", tmp_path, *output),
+        rf"{tmp_path}: holds no checkpoint in flashckpt format and no history of saves; "
+        "give Megatron's --save directory",
     )
     assert not (tmp_path / "x.png").exists()
 
 
 @pytest.mark.parametrize("ended_at", ["1e300", "-1e300", "1e18"])
 def test_a_time_beyond_the_calendar_in_a_damaged_history_is_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture, ended_at: str
+    run: Run, tmp_path: Path, ended_at: str
 ) -> None:
     fields = '"iteration": 5, "save_id": "aaaaaaaaaaaa", "seconds": 1, "world_size": 1'
     line = f'{{"event": "save", {fields}, "error": "full", "ended_at": {ended_at}}}\n'
     (tmp_path / HISTORY).mkdir(parents=True)
     (tmp_path / event_name(1.0, save_name(RUN, 1))).write_text(line)
-    assert re.search(r"^ +5  failed  .*full", report(capsys, tmp_path), re.MULTILINE)
-    assert json.loads(report(capsys, tmp_path, "--json"))[0]["ended_at"] == float(ended_at)
+    assert re.search(r"^ +5  failed  .*full", run("report", tmp_path).out, re.MULTILINE)
+    assert json.loads(run("report", tmp_path, "--json").out)[0]["ended_at"] == float(ended_at)
 
 
 def test_a_drawing_without_matplotlib_names_the_missing_package(
-    saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, saves: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert main(["report", str(saves), "--png", str(saves / "x.png")]) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err
+    only_line(run("report", saves, "--png", saves / "x.png"), ".*pip install matplotlib.*")
     assert not (saves / "x.png").exists()
 
 
-def test_a_drawing_replaces_only_png_files(saves: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_drawing_replaces_only_png_files(run: Run, saves: Path) -> None:
     manifest = next((saves / "iter_0000004").glob("*.end"))
     before = manifest.read_bytes()
-    assert main(["report", str(saves), "--png", str(manifest)]) == 1
-    assert f"{manifest}: exists and is not a PNG, so it was not replaced" in capsys.readouterr().err
+    ran = run("report", saves, "--png", manifest)
+    only_line(ran, rf"{manifest}: exists and is not a PNG, so it was not replaced; .*")
     assert manifest.read_bytes() == before
 
 
 def test_a_narrow_terminal_gets_one_line_per_save(
-    saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: Run, saves: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "2")
     monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "2")
-    error = json.loads(report(capsys, saves, "--json"))[2]["error"]
-    everything = re.split(r"\s{2,}", report(capsys, saves).splitlines()[0])
+    error = json.loads(run("report", saves, "--json").out)[2]["error"]
+    everything = re.split(r"\s{2,}", run("report", saves).out.splitlines()[0])
     few = ["iteration", "state", "blocked", "durable", "kept by"]
     for width in (70, 80, 100, 120, 160):
         terminal.pretend(monkeypatch, width)
-        lines = [line.rstrip() for line in report(capsys, saves).splitlines()]
+        lines = [line.rstrip() for line in run("report", saves).out.splitlines()]
         assert lines.pop().startswith("--save-interval ")
         assert lines.pop().startswith("an iteration takes ")
         assert len(lines) == 7, "titles, a line per save, the error, and the sum"
@@ -250,13 +235,10 @@ def test_a_narrow_terminal_gets_one_line_per_save(
     assert titles == everything[:-1], "a wide terminal has all columns, and remarks below"
 
 
-def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_drawing_is_a_png(run: Run, saves: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png")
+    assert "drawn" in run("report", saves, "--png", tmp_path / "x.png").out
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png"), "a drawing is replaced"
-    assert main(["report", str(saves), "--json", "--png", str(tmp_path / "no/x.png")]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "cannot be written" in printed.err
-    assert "name a file in another directory with --png" in printed.err
+    assert "drawn" in run("report", saves, "--png", tmp_path / "x.png").out, "a drawing is replaced"
+    ran = run("report", saves, "--json", "--png", tmp_path / "no/x.png")
+    only_line(ran, ".* cannot be written .*name a file in another directory with --png.*")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_flashckpt.convert.hugging_face.architectures import model_of
 from megatron_flashckpt.convert.hugging_face.hf_config import read_config
@@ -40,3 +40,11 @@ def make_model(directory: Path, **changes: Any) -> Path:
         directory / FILE,
     )
     return directory
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in all files of a model by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors

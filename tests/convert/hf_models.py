@@ -28,10 +28,9 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.megatron_lm.model_geometry import model_geometry
 from megatron_flashckpt.megatron_lm.stock import stock_module
-from tests.convert.made import held
+from tests.convert.made import ITERATION, common_of, held
 
 WORDS, PADDED = 90, 96
-ITERATION = 10
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 "
     "--seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 1 --hidden-dropout 0 "
@@ -386,11 +385,4 @@ def contents_of(model: GPTModel, args: argparse.Namespace) -> Contents:
     tensors: list[GlobalTensor] = [
         held(key, kind, value, tuple(boxes[kind, key])) for (kind, key), value in values.items()
     ]
-    common = {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": ITERATION,
-        "num_floating_point_operations_so_far": 0.0,
-        "opt_param_scheduler": None,
-    }
-    return Contents("nowhere", ITERATION, common, tensors, None)
+    return Contents("nowhere", ITERATION, common_of(args), tensors, None)

@@ -12,23 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_flashckpt.agent.proposals import create_records, propose_manifest
-from megatron_flashckpt.agent.shard_writer import durable_shard
-from megatron_flashckpt.agent.track import moved_tracker
-from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
-from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.file_format.file_names import iteration_dir, records_of
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.layout.template import PlanCache, order
+from megatron_flashckpt.layout.template import order
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
-from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.support import checkpoints
 
 ITERATION = 10
-SAVE_ID = "000001-0a1b.00001.1"
 LAYERS, EXPERTS = 2, 3
 #: Global shape, and the number of equal boxes along each axis.
 MODEL: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -101,6 +93,17 @@ def group(**identity: Any) -> dict[str, Any]:
     return {**values, **named, **identity}
 
 
+def common_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the state that is equal on all ranks of a job with `args`."""
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+        "num_floating_point_operations_so_far": 1.5,
+        "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 80},
+    }
+
+
 def contents(seed: int = 0, **arguments: Any) -> Contents:
     """Return a whole checkpoint of a job with TP 2 and PP 2."""
     args = argparse.Namespace(
@@ -112,13 +115,7 @@ def contents(seed: int = 0, **arguments: Any) -> Contents:
     return Contents(
         place="made",
         iteration=ITERATION,
-        common={
-            "args": args,
-            "checkpoint_version": 3.0,
-            "iteration": ITERATION,
-            "num_floating_point_operations_so_far": 1.5,
-            "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 80},
-        },
+        common=common_of(args),
         tensors=tensors(seed),
         optimizer=[
             {
@@ -158,51 +155,35 @@ def differing(one: list[GlobalTensor], other: list[GlobalTensor]) -> list[str]:
 
 def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
     """Write `made` as a job would, with the bytes of each box split over `replicas` ranks."""
-    store = PosixStore(root)
-    metas = []
     boxes = [(tensor, box) for tensor in made.tensors for box in tensor.boxes]
     sizes = [(torch.Size(box[1]).numel(), tensor.dtype_of(box).itemsize) for tensor, box in boxes]
+    state = {
+        "rng": made.rng[0, 0][0] if made.rng else None,
+        "optimizer": made.optimizer,
+        "rerun": None,
+        "objects": made.objects,
+    }
+    ranks, data = [], {}
     for rank in range(replicas):
-        pieces = []
+        framed = side_state.frame(state, rank, replicas)
+        pieces = [framed.piece]
+        data[framed.piece] = framed.tensor
         for (tensor, box), (start, end) in zip(
             boxes, equal_shares(sizes, replicas, rank), strict=True
         ):
             dtype = dtype_name(tensor.dtype_of(box))
             piece = Piece(tensor.key, tensor.kind, dtype, tensor.shape, *box, start, end)
             if start < end:
-                pieces.append((piece, tensor.read(box).reshape(-1)[start:end]))
-        state = {
-            "rng": made.rng[0, 0][0],
-            "optimizer": made.optimizer,
-            "rerun": None,
-            "objects": made.objects,
-        }
-        framed = side_state.frame(state, rank, replicas)
-        pieces.append((framed.piece, framed.tensor))
-        pieces = [pieces[position] for position in order([piece for piece, _ in pieces])]
-        layout = PlanCache().layout([piece for piece, _ in pieces])
-        meta = SlotMeta(
-            root=store.place,
-            rank=rank,
-            world_size=replicas,
-            coordinates=Coordinates(dp=rank),
-            template_fingerprint=layout.template_fingerprint,
-            template=layout.template,
-            placement=layout.placement,
-            common=side_state.encode_common(made.common) if rank == 0 else b"",
-            description={},
-        )
-        data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in pieces)
-        chunks = iter([memoryview(data)])
-        shard = durable_shard(store, made.iteration, SAVE_ID, meta, chunks)
-        assert shard.record is not None
-        create_records(store, [shard.record])
-        metas.append(meta)
-    directory = iteration_dir(made.iteration)
-    names = [entry.name for entry in store.list(directory)]
-    propose_manifest(store, made.iteration, SAVE_ID, metas[0], names)
-    moved_tracker(store, Save(made.iteration, SAVE_ID), None)
-    store.delete([f"{directory}/{name}" for name in records_of(names, SAVE_ID, replicas)])
+                pieces.append(piece)
+                data[piece] = tensor.read(box).reshape(-1)[start:end]
+        ranks.append([pieces[position] for position in order(pieces)])
+    checkpoints.make(
+        root,
+        made.iteration,
+        ranks=ranks,
+        common=side_state.encode_common(made.common),
+        content_of=lambda piece: data[piece].view(torch.uint8).numpy().tobytes(),
+    )
 
 
 def with_tensor(made: Contents, name: str, value: torch.Tensor) -> Contents:

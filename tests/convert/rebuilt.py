@@ -10,9 +10,8 @@ import torch
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
-from tests.convert.made import held
+from tests.convert.made import ITERATION, common_of, held
 
-ITERATION = 10
 #: Template of the Hugging Face model that `arguments()` without changes describe.
 TEMPLATE = Path(__file__).with_name("gpt2_template")
 
@@ -72,20 +71,13 @@ def contents(args: argparse.Namespace, seed: int = 0) -> Contents:
         tensors += [
             held(key, kind, tensor, tuple(sorted(of_key))) for kind, tensor in values.items()
         ]
-    common = {
-        "args": args,
-        "checkpoint_version": 3.0,
-        "iteration": ITERATION,
-        "num_floating_point_operations_so_far": 7.0,
-        "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": 40},
-    }
     groups = [_group(wd_mult) for wd_mult in (1.0, 0.0)]
     optimizer = [{"param_groups": groups, "step": 10.0, "grad_scaler": None}]
     if experts:
         of_experts = [_group(wd_mult, is_expert_parallel=True) for wd_mult in (1.0, 0.0)]
         optimizer.append({"param_groups": of_experts, "step": 10.0, "grad_scaler": None})
     tensors.sort(key=lambda tensor: (tensor.key, tensor.kind))
-    return Contents("nowhere", ITERATION, common, tensors, optimizer)
+    return Contents("nowhere", ITERATION, common_of(args), tensors, optimizer)
 
 
 def _group(wd_mult: float, *, is_expert_parallel: bool = False) -> dict:

@@ -19,7 +19,7 @@ from megatron_flashckpt.cli import commands
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, UnsupportedError
-from tests.convert.tensors import assert_equal, wholes
+from tests.convert.made import differing
 from tests.support.megatron_jobs import same
 
 FILES = Path(__file__).parent / "dlrover_files"
@@ -45,9 +45,9 @@ def test_tensors_of_dlrover_equal_those_of_megatrons_files(saved: Path) -> None:
     dlrovers = open_source(saved / "dlrover", None, Options())
     stocks = open_source(saved / "stock", None, Options())
     assert (dlrovers.format, stocks.format) == ("dlrover", "torch")
-    tensors = wholes(dlrovers.contents)
-    assert {kind for kind, _ in tensors} == {"weight", "master", "exp_avg", "exp_avg_sq"}
-    assert_equal(tensors, wholes(stocks.contents))
+    tensors = dlrovers.contents.tensors
+    assert {tensor.kind for tensor in tensors} == {"weight", "master", "exp_avg", "exp_avg_sq"}
+    assert differing(tensors, stocks.contents.tensors) == []
     assert dlrovers.contents.common.keys() == stocks.contents.common.keys()
     assert same(dlrovers.contents.optimizer, stocks.contents.optimizer)
     notes = ["tied embeddings"] if "cb995d5-pp2" in str(saved) else []
@@ -66,7 +66,7 @@ def test_weights_saved_before_their_all_gather_are_read_from_the_masters(
         open_source(saved / "dlrover", None, Options())
     dlrovers = open_source(saved / "dlrover", None, Options(accept_damage=True)).contents
     stocks = open_source(saved / "stock", None, Options()).contents
-    assert_equal(wholes(dlrovers), wholes(stocks))
+    assert differing(dlrovers.tensors, stocks.tensors) == []
     assert ["--overlap-param-gather" in warning for warning in dlrovers.warnings] == [True]
     weights = open_source(saved / "dlrover", None, Options(weights_only=True)).contents
     assert ["may have saved the weights before" in warning for warning in weights.warnings] == [
@@ -108,10 +108,11 @@ def test_a_dlrover_save_converted_twice_equals_megatrons_files(saved: Path, tmp_
         elif "cb995d5-pp2" in str(saved) and name.parent.name.endswith("_001"):
             continue
         assert same(plain(ours), plain(stocks)), file
-    assert_equal(
-        wholes(open_source(tmp_path / "torch", None, options).contents),
-        wholes(open_source(saved / "stock", None, options).contents),
+    again, stocks = (
+        open_source(root, None, options).contents.tensors
+        for root in (tmp_path / "torch", saved / "stock")
     )
+    assert differing(again, stocks) == []
 
 
 def plain(state: Any) -> Any:
@@ -146,14 +147,19 @@ def broken(legacy: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(legacy / "dlrover", tmp_path / "broken"))
 
 
+def change_states(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the state dicts of all ranks."""
+    for file in directory.rglob("model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False)
+        change(state)
+        torch.save(state, file)
+
+
 def test_missing_param_groups_are_rebuilt_from_args_with_a_guessed_step(
     legacy: Path, broken: Path
 ) -> None:
     """Early releases of DLRover wrote no `optimizer` to the model files."""
-    for file in broken.rglob("model_optim_rng.pt"):
-        state = torch.load(file, weights_only=False)
-        del state["optimizer"]
-        torch.save(state, file)
+    change_states(broken, lambda state: state.pop("optimizer"))
     guessed = open_source(broken, None, Options()).contents
     complete = open_source(legacy / "dlrover", None, Options()).contents
     (rebuilt,), (expected,) = guessed.optimizer, complete.optimizer
@@ -173,11 +179,8 @@ def test_missing_param_groups_are_rebuilt_from_args_with_a_guessed_step(
 def test_missing_param_groups_of_decoupled_lr_or_mup_are_refused(
     broken: Path, flag: dict[str, Any]
 ) -> None:
-    for file in broken.rglob("model_optim_rng.pt"):
-        state = torch.load(file, weights_only=False)
-        del state["optimizer"]
-        vars(state["args"]).update(flag)
-        torch.save(state, file)
+    change_states(broken, lambda state: state.pop("optimizer"))
+    change_states(broken, lambda state: vars(state["args"]).update(flag))
     with pytest.raises(UnsupportedError, match="did not save the optimizer's param groups"):
         open_source(broken, None, Options())
     open_source(broken, None, Options(weights_only=True))
@@ -331,10 +334,7 @@ def test_commands_name_the_dlrover_format_and_the_remedy(
 
 def test_a_model_that_cannot_be_rebuilt_is_refused_with_a_remedy(broken: Path) -> None:
     def change(**changes: Any) -> str:
-        for file in (broken / NEWEST).rglob("model_optim_rng.pt"):
-            state = torch.load(file, weights_only=False)
-            vars(state["args"]).update(changes)
-            torch.save(state, file)
+        change_states(broken / NEWEST, lambda state: vars(state["args"]).update(changes))
         with pytest.raises(FlashCkptError) as caught:
             open_source(broken, None, Options())
         assert isinstance(caught.value, UnsupportedError)

@@ -17,7 +17,7 @@ from megatron_flashckpt.convert.readers.legacy import MODEL_FILE, OPTIMIZER_FILE
 from megatron_flashckpt.convert.writers.legacy import write_legacy
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from tests.convert import rebuilt
-from tests.convert.made import rng, save_as_ranks
+from tests.convert.made import save_as_ranks
 
 KEY = "decoder.layers.mlp.linear_fc1.weight"
 MODEL_KINDS = ("weight", "buffer")
@@ -27,7 +27,7 @@ def frozen_layer(**arguments: Any) -> Contents:
     """Return a checkpoint of a job that had frozen layer 1 of `KEY`."""
     made = rebuilt.contents(rebuilt.arguments(**arguments))
     tensors = [without_layer_1(tensor) for tensor in made.tensors]
-    return dataclasses.replace(made, tensors=tensors, rng={(0, 0): [rng(0)]})
+    return dataclasses.replace(made, tensors=tensors)
 
 
 def without_layer_1(tensor: GlobalTensor) -> GlobalTensor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_flashckpt.convert.common.contents import Contents
@@ -18,6 +17,7 @@ from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import open_source
 from megatron_flashckpt.convert.writers.hf import write_hf
 from tests.convert import hf_models, made, rebuilt
+from tests.convert.hf_files import weights
 from tests.convert.hf_models import CASES, Case
 
 #: Two float32 computations of the same model differ by less, in units of the largest logit. A
@@ -73,10 +73,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         logits = hf_models.megatron_logits(model)
         contents = hf_models.contents_of(model, args)
     write_hf(contents, where / "hf", Options(hf_config=template, shard_nbytes=20_000))
-    state: dict[str, torch.Tensor] = {}
-    for file in sorted((where / "hf").glob("*.safetensors")):
-        state |= load_file(file)
-    return Exported(case, contents, logits, where / "hf", state)
+    return Exported(case, contents, logits, where / "hf", weights(where / "hf"))
 
 
 def test_the_exported_model_computes_the_logits_of_megatrons(exported: Exported) -> None:

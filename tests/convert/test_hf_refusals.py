@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,8 +24,9 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     UnsupportedError,
 )
-from tests.convert.hf_files import CONFIG, FILE, make_model
+from tests.convert.hf_files import CONFIG, FILE, make_model, weights
 from tests.convert.made import held, whole
+from tests.support.megatron_jobs import same
 
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -237,62 +234,39 @@ def test_gpt2_is_read_as_it_was_published(tmp_path: Path) -> None:
     """Its files have neither the prefix of a model with a head nor only weights."""
     sizes = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 16}
     model = make_model(tmp_path / "gpt2", architectures=["GPT2LMHeadModel"], **sizes)
-    before = {t.key: whole(t) for t in open_source(model, None, Options()).contents.tensors}
+    expected = {t.key: whole(t) for t in open_source(model, None, Options()).contents.tensors}
     tensors = {
         name.removeprefix("transformer."): tensor
         for name, tensor in load_file(model / FILE).items()
     }
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 16, 16)}, model / FILE)
     after = {t.key: whole(t) for t in open_source(model, None, Options()).contents.tensors}
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[key], value) for key, value in before.items())
-
-
-def cut(model: Path) -> None:
-    os.truncate(model / FILE, (model / FILE).stat().st_size - 1)
-
-
-def no_header(model: Path) -> None:
-    (model / FILE).write_bytes(b"\xff" * 8)
-
-
-def false_offsets(model: Path) -> None:
-    data = (model / FILE).read_bytes()
-    (model / FILE).write_bytes(data.replace(b"[0,", b"[1,"))
-
-
-def not_json(model: Path) -> None:
-    (model / FILE).write_bytes((4).to_bytes(8, "little") + b"oops")
-
-
-def outside(model: Path) -> None:
-    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "../model/model.safetensors"}}))
-
-
-def absent(model: Path) -> None:
-    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
-
-
-def list_index(model: Path) -> None:
-    (model / INDEX).write_text("[]")
+    assert same(after, expected)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "damage", "message"),
     [
-        (cut, "ends before .* does; download"),
-        (no_header, "has no whole header"),
-        (false_offsets, "has wrong bytes for"),
-        (not_json, "has a header that cannot be read"),
-        (outside, "names the file '../model/model.safetensors', which is not in the directory"),
-        (absent, "names the file 'model-2.safetensors'"),
-        (list_index, "is no list of files"),
+        (FILE, lambda data: data[:-1], "ends before .* does; download"),
+        (FILE, lambda data: b"\xff" * 8, "has no whole header"),
+        (FILE, lambda data: data.replace(b"[0,", b"[1,"), "has wrong bytes for"),
+        (FILE, lambda data: bytes([4, *bytes(7)]) + b"oops", "has a header that cannot be read"),
+        (
+            *(INDEX, lambda _: b'{"weight_map": {"a": "../model/model.safetensors"}}'),
+            "names the file '../model/model.safetensors', which is not in the directory",
+        ),
+        (
+            *(INDEX, lambda _: b'{"weight_map": {"a": "model-2.safetensors"}}'),
+            "names the file 'model-2.safetensors'",
+        ),
+        (INDEX, lambda _: b"[]", "is no list of files"),
     ],
+    ids=["cut", "no header", "false offsets", "not JSON", "outside", "missing", "list as index"],
 )
 def test_a_damaged_model_is_refused(
-    model: Path, damage: Callable[[Path], None], message: str
+    model: Path, file: str, damage: Callable[[bytes], bytes], message: str
 ) -> None:
-    damage(model)
+    (model / file).write_bytes(damage((model / FILE).read_bytes()))
     with pytest.raises(CorruptCheckpointError, match=message):
         open_source(model, None, Options())
 
@@ -331,39 +305,4 @@ def test_padding_is_cut_and_other_rows_are_kept(tmp_path: Path, model: Path) -> 
         return dataclasses.replace(contents, tensors=tensors)
 
     write(model, tmp_path, model, change)
-    result = load_file(tmp_path / "result/model-00001-of-00001.safetensors")
-    for name, tensor in load_file(model / FILE).items():
-        assert torch.equal(result[name], tensor), name
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.common import safetensors_files
-from megatron_flashckpt.convert.formats import convert, open_source
-
-model, result = map(Path, sys.argv[1:])
-write, count = safetensors_files._write, 0
-
-def killed(*arguments):
-    global count
-    count += 1
-    if count == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(*arguments)
-
-safetensors_files._write = killed
-options = Options(hf_config=model, shard_nbytes=99)
-convert(open_source(model, None, options), result, "hf", options)
-"""
-
-
-def test_a_killed_conversion_leaves_no_directory_of_the_result(tmp_path: Path, model: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(model), str(tmp_path / "result")]
-    killed = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    (left,) = (path.name for path in tmp_path.iterdir() if path != model)
-    assert left.startswith(".result.")
-    assert left.endswith(".tmp")
-    write(model, tmp_path, model)
+    assert same(weights(tmp_path / "result"), weights(model))

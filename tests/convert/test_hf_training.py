@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from megatron_flashckpt.cli import main
 from tests.convert import hf_models
+from tests.convert.hf_files import weights
 from tests.support.megatron_jobs import run_job, succeeded
 
 CONFIG = {
@@ -38,13 +38,6 @@ FLAGS = (
 def converted(source: Path, destination: Path, *options: str) -> Path:
     assert main(["convert", str(source), str(destination), *options]) == 0
     return destination
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in directory.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 @pytest.mark.parametrize(("to", "entry_point"), [("flashckpt", "launch"), ("torch_dist", "stock")])

@@ -26,8 +26,8 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
+from tests.convert.made import differing, save_as_ranks, whole
 from tests.convert.rebuilt import ITERATION, arguments, contents
-from tests.convert.tensors import assert_equal, wholes
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
 PP2_VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -121,7 +121,7 @@ def test_every_layout_survives_a_round_trip(layout: dict, tmp_path: Path) -> Non
     write_legacy(made, tmp_path, Options())
     read = open_source(tmp_path, None, Options()).contents
     assert read.iteration == ITERATION
-    assert_equal(wholes(read), wholes(made))
+    assert differing(read.tensors, made.tensors) == []
     steps = [
         entry["step"] if entry["step"] is not None else group["step"]
         for entry in read.optimizer
@@ -147,9 +147,12 @@ def test_a_sharded_vocabulary_is_padded_for_the_layout_of_the_args(tmp_path: Pat
     small.args.padded_vocab_size = 96
     small.args.tensor_model_parallel_size = 2
     write_legacy(small, tmp_path, Options(weights_only=True))
-    key = ("weight", "embedding.word_embeddings.weight")
-    padded = wholes(open_source(tmp_path, None, Options()).contents)[key]
-    assert torch.equal(padded[:90], wholes(small)[key])
+    tensors, padded_tensors = (
+        {tensor.name: whole(tensor) for tensor in read.tensors}
+        for read in (small, open_source(tmp_path, None, Options()).contents)
+    )
+    padded = padded_tensors["weight/embedding.word_embeddings.weight"]
+    assert torch.equal(padded[:90], tensors["weight/embedding.word_embeddings.weight"])
     assert padded.shape[0] == 96
     assert not padded[90:].any()
 
@@ -380,3 +383,15 @@ def test_a_save_without_optimizer_state_can_be_converted(tmp_path: Path) -> None
 def test_missing_common_state_is_named(save: Path) -> None:
     change(save, "model_optim_rng.pt", lambda state: state.pop("checkpoint_version"))
     assert "lacks checkpoint_version; convert another" in refused(save, CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "torch"])
+def test_args_may_have_any_names(tmp_path: Path, to: str) -> None:
+    """Frameworks fill them with what they like."""
+    args = arguments()
+    vars(args).update({5: "five", "self": 1})
+    save_as_ranks(contents(args), tmp_path / "ours", replicas=1)
+    opened = open_source(tmp_path / "ours", ITERATION, Options())
+    convert(opened, tmp_path / "result", to, Options())
+    back = open_source(tmp_path / "result", ITERATION, Options()).contents
+    assert (vars(back.args)[5], back.args.self) == ("five", 1)

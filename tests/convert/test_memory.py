@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,22 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from megatron_flashckpt.convert.common.contents import Contents, of_boxes
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import open_source
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
+from megatron_flashckpt.layout.reshard import Box
 from tests.cli.test_object_urls import copy
-from tests.convert.big import BOXES, contents
-from tests.convert.hf_files import make_model
+from tests.convert import made
+from tests.convert.hf_files import make_model, weights
+from tests.support.megatron_jobs import same
 
+BOXES = 48
+#: Shape of a bfloat16 box of 4 MiB.
+EXTENT = (1, 2048, 1024)
 MEASURED = """
 import resource, sys
 from pathlib import Path
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.convert.common.options import Options
-from tests.convert.big import contents
 
 # Everything that is imported or allocated once.
 options = Options(memory_nbytes=32 << 20, shard_nbytes=64 << 20)
@@ -34,6 +39,18 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(open_source(source, None, options), Path(result, "whole"), to, options)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
+
+
+def contents(boxes: int) -> Contents:
+    """Return one stacked weight of `boxes` layers, which are created on each read."""
+
+    def read(box: Box) -> torch.Tensor:
+        return torch.full(box[1], float(box[0][0]), dtype=torch.bfloat16)
+
+    dtypes = {((layer, 0, 0), EXTENT): torch.bfloat16 for layer in range(boxes)}
+    key, shape = "decoder.layers.mlp.linear_fc1.weight", (boxes, *EXTENT[1:])
+    weight = of_boxes(key, "weight", torch.bfloat16, shape, dtypes, read)
+    return dataclasses.replace(made.contents(), tensors=[weight], optimizer=None)
 
 
 def peak_of(script: str, *arguments: object) -> int:
@@ -111,9 +128,4 @@ def test_a_model_is_converted_a_few_tensors_at_a_time(tmp_path: Path) -> None:
     assert (whole / "model.safetensors").stat().st_size > 160 << 20
     # The cache holds 32 MiB of chunks, and the largest tensor has 8 MiB.
     assert peak_of(MEASURED_MODEL, *files[::-1], tmp_path / "results") < 80 << 20
-    back = {}
-    for file in (tmp_path / "results/whole/hf").glob("*.safetensors"):
-        back |= load_file(file)
-    original = load_file(whole / "model.safetensors")
-    assert back.keys() == original.keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
+    assert same(weights(tmp_path / "results/whole/hf"), weights(whole))

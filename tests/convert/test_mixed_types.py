@@ -92,17 +92,13 @@ def opened(root: Path) -> Contents:
 
 def test_each_layer_keeps_its_type_in_our_format(tmp_path: Path) -> None:
     made = with_fp32_norms(contents(arguments(**DISTRIBUTED)))
-    save_as_ranks(made_with_random_state(made), tmp_path / "ranks", replicas=3)
+    save_as_ranks(made, tmp_path / "ranks", replicas=3)
     assert_same(opened(tmp_path / "ranks"), made)
     source = open_source(tmp_path / "ranks", ITERATION, Options())
     convert(source, tmp_path / "again", "flashckpt", Options(shard_nbytes=1000))
     assert_same(opened(tmp_path / "again"), made)
     store = PosixStore(tmp_path / "again")
     assert verify(open_checkpoint(store, ITERATION)) == []
-
-
-def made_with_random_state(made: Contents) -> Contents:
-    return dataclasses.replace(made, rng={(0, 0): [{}]})
 
 
 def test_weights_derived_from_masters_are_merged_with_stored_weights(tmp_path: Path) -> None:
@@ -118,8 +114,7 @@ def test_weights_derived_from_masters_are_merged_with_stored_weights(tmp_path: P
                     tensor, boxes=tuple(tensor.others), dtype=torch.float32, others={}
                 )
             )
-    saved = made_with_random_state(dataclasses.replace(made, tensors=stored))
-    save_as_ranks(saved, tmp_path, replicas=2)
+    save_as_ranks(dataclasses.replace(made, tensors=stored), tmp_path, replicas=2)
     assert_same(opened(tmp_path), made)
 
 
@@ -142,7 +137,7 @@ def test_layers_without_masters_keep_their_stored_weights(
 
 def test_each_layer_keeps_its_type_in_an_export(tmp_path: Path) -> None:
     made = with_fp32_norms(contents(arguments()))
-    save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
+    save_as_ranks(made, tmp_path / "ours", replicas=1)
     source = open_source(tmp_path / "ours", ITERATION, Options())
     convert(source, tmp_path / "hf", "safetensors", Options())
     exported = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
@@ -155,7 +150,7 @@ def test_each_layer_keeps_its_type_in_an_export(tmp_path: Path) -> None:
 
 def test_torch_dist_refuses_layers_of_mixed_types_as_megatron_does(tmp_path: Path) -> None:
     made = with_fp32_norms(contents(arguments()))
-    save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
+    save_as_ranks(made, tmp_path / "ours", replicas=1)
     source = open_source(tmp_path / "ours", ITERATION, Options())
     before = snapshot(tmp_path)
     message = r"has layers of several element types \(bfloat16, float32\).*flashckpt or safetensors"
@@ -169,7 +164,7 @@ def test_a_weight_that_no_forward_pass_uses_is_skipped_with_a_warning(tmp_path: 
     key = f"output_layer.weight{UNUSED}"
     unused = held(key, "weight", torch.ones(4, 2), (((0, 0), (4, 2)),))
     more = dataclasses.replace(made, tensors=[*made.tensors, unused])
-    save_as_ranks(made_with_random_state(more), tmp_path, replicas=2)
+    save_as_ranks(more, tmp_path, replicas=2)
     reopened = opened(tmp_path)
     assert boxes(reopened).keys() == boxes(made).keys()
     (warning,) = reopened.warnings

@@ -153,12 +153,12 @@ def test_a_cached_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_changed_byte_is_reported_before_it_is_used(tmp_path: Path) -> None:
     save_as_ranks(contents(), tmp_path, replicas=3)
-    (file,) = tmp_path.glob("iter_*/*.rank_00001.safetensors")
+    (file,) = tmp_path.glob("iter_*/*.rank_00002.safetensors")
     damaged = bytearray(file.read_bytes())
     damaged[8192] ^= 1
     file.write_bytes(damaged)
     reopened = open_ours(PosixStore(tmp_path), ITERATION, Options())
-    with pytest.raises(CorruptCheckpointError, match=r"rank_00001.*chunk 0 .*digest"):
+    with pytest.raises(CorruptCheckpointError, match=r"rank_00002.*chunk 0 .*digest"):
         differing(reopened.tensors, reopened.tensors)
 
 

@@ -41,22 +41,6 @@ def convert(source: Path, to: Path, form: str, *more: str) -> int:
     return main(["convert", str(source), str(to), "--to", form, *options, *more])
 
 
-def same(save: Path) -> Path:
-    return save
-
-
-def parent(save: Path) -> Path:
-    return save.parent
-
-
-def child(save: Path) -> Path:
-    return save / "hf"
-
-
-def checkpoint(save: Path) -> Path:
-    return save / DIRECTORY
-
-
 def link(save: Path) -> Path:
     path = save.parent.parent / "link"
     path.symlink_to(save)
@@ -85,10 +69,10 @@ def where_a_file_really_is(save: Path) -> Path:
 @pytest.mark.parametrize(
     "where",
     [
-        same,
-        parent,
-        child,
-        checkpoint,
+        pytest.param(lambda save: save, id="same"),
+        pytest.param(lambda save: save.parent, id="parent"),
+        pytest.param(lambda save: save / "hf", id="child"),
+        pytest.param(lambda save: save / DIRECTORY, id="checkpoint"),
         link,
         where_the_checkpoint_really_is,
         where_a_file_really_is,
@@ -394,16 +378,18 @@ def test_an_export_is_in_place_while_its_files_are_compared(
     assert compared == [(to, True), (to, True)]
 
 
+def write(final: Path, text: str) -> None:
+    """Write an export of one file."""
+    with output_dir.new_directory(final, overwrite=True) as fresh:
+        (fresh / "model").write_text(text)
+
+
 def test_a_file_added_to_an_export_during_its_removal_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     final = tmp_path / "hf"
 
-    def write(text: str) -> None:
-        with output_dir.new_directory(final, overwrite=True) as fresh:
-            (fresh / "model").write_text(text)
-
-    write("one")
+    write(final, "one")
     rename = Path.rename
 
     def rename_and_note(path: Path, target: Path) -> Path:
@@ -415,7 +401,7 @@ def test_a_file_added_to_an_export_during_its_removal_is_kept(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", rename_and_note)
-    write("two")
+    write(final, "two")
     assert (final / "model").read_text() == "two"
     (left,) = tmp_path.glob(".hf.*.replaced/*")
     assert (left.name, left.read_text()) == ("notes.txt", "mine")
@@ -427,19 +413,15 @@ def test_ctrl_c_between_the_renames_of_a_replacement_leaves_the_earlier_export(
 ) -> None:
     final, rename = tmp_path / "hf", Path.rename
 
-    def write(text: str) -> None:
-        with output_dir.new_directory(final, overwrite=True) as fresh:
-            (fresh / "model").write_text(text)
-
     def interrupted(path: Path, target: Path) -> Path:
         if target == final and path.parent.suffix == ".tmp":
             raise KeyboardInterrupt
         return rename(path, target)
 
-    write("one")
+    write(final, "one")
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write("two")
+        write(final, "two")
     assert (final / "model").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -456,8 +438,7 @@ def test_a_directory_without_files_does_not_count_as_an_export(tmp_path: Path) -
 
 def test_a_file_list_with_outside_paths_removes_none_of_them(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    with output_dir.new_directory(tmp_path / "hf", overwrite=True) as fresh:
-        (fresh / "model").write_text("one")
+    write(tmp_path / "hf", "one")
     marker = tmp_path / "hf" / MARKER
     text = marker.read_text()
     for name in ("../mine", str(tmp_path / "mine")):

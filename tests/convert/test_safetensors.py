@@ -18,7 +18,9 @@ from megatron_flashckpt.convert.common.safetensors_files import INDEX
 from megatron_flashckpt.convert.writers.safetensors import write_safetensors
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.layout.reshard import Box, intersection
+from tests.convert.hf_files import weights
 from tests.convert.made import EXPERTS, LAYERS, contents, held, whole
+from tests.support.megatron_jobs import same
 
 
 def expected() -> dict[str, torch.Tensor]:
@@ -41,13 +43,7 @@ def expected() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("limit_nbytes", [1, 200, 2**30])
 def test_an_export_holds_every_weight_by_name(tmp_path: Path, limit_nbytes: int) -> None:
     write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=limit_nbytes))
-    exported = {}
-    for file in sorted((tmp_path / "hf").glob("*.safetensors")):
-        exported.update(load_file(file))
-    assert exported.keys() == expected().keys()
-    for name, tensor in expected().items():
-        assert exported[name].dtype == tensor.dtype
-        assert torch.equal(exported[name], tensor), name
+    assert same(weights(tmp_path / "hf"), expected())
 
 
 def test_experts_are_separated_if_layers_have_numbers_in_their_keys(tmp_path: Path) -> None:
@@ -64,7 +60,7 @@ def test_experts_are_separated_if_layers_have_numbers_in_their_keys(tmp_path: Pa
         for start in starts
     ]
     write_safetensors(dataclasses.replace(contents(), tensors=tensors), tmp_path / "hf", Options())
-    exported = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
+    exported = weights(tmp_path / "hf")
     assert len(exported) == len(starts) * EXPERTS
     for start in starts:
         for expert in range(EXPERTS):
@@ -135,7 +131,7 @@ def test_only_the_boxes_of_an_expert_are_searched_for_it(
     made = dataclasses.replace(contents(), tensors=[held(key, "weight", values, boxes)])
     write_safetensors(made, tmp_path / "hf", Options())
     assert len(searched) <= 2 * len(boxes)
-    exported = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
+    exported = weights(tmp_path / "hf")
     for layer, expert in places:
         name = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
         assert torch.equal(exported[name], values[layer, expert])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import resource
@@ -64,6 +65,7 @@ from tests.support.checkpoints import (
     RUN,
     SAVE_ID,
     MadeSave,
+    content,
     expected,
     make,
     persist,
@@ -406,8 +408,9 @@ def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
 ) -> None:
     shutil.copytree(intact, tmp_path / "good")
     store = PosixStore(tmp_path / "good/save")
+    content_of = functools.partial(content, seed=30)
     metas = [
-        persist(store, 30, SAVE_30, rank, len(RANKS), held, 30, common_of(30))
+        persist(store, 30, SAVE_30, rank, len(RANKS), held, content_of, common_of(30))
         for rank, held in enumerate(RANKS)
     ]
     share_records(tmp_path / "good/save/iter_0000030", of_node)

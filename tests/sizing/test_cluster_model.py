@@ -129,12 +129,6 @@ def test_the_cost_of_a_gathering_save_grows_with_the_model() -> None:
     assert large.ours.blocked_s == small.ours.blocked_s
 
 
-def test_host_memory_holds_all_slots_of_a_node() -> None:
-    result = plan(sizes(), Cluster(slots=3, host_memory_gb=1.0))
-    assert result.host_memory_nbytes == pytest.approx(3 * result.node_nbytes + 8 * 64e6)
-    assert not result.fits
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize(("redundancy", "times"), [("none", 1), ("copy", 2), ("xor", 1 + 1 / 4)])
 def test_host_memory_includes_copies_for_other_nodes(

@@ -122,8 +122,8 @@ def test_defaults_are_megatron_s() -> None:
     words = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --swiglu".split()
     args = gpt_size.parse([*words, "--vocab-size", "500", "--tokenizer-type", "NullTokenizer"])
     assert gpt_size.padded_vocabulary(args) == 512
-    # The MLP is int(4 * 128 * 2 / 3 / 64) * 64 wide, and the gate doubles the first matrix.
-    assert gpt_size._mlp(args).sharded == 320 * 128 * 3 + 2 * 320
+    # The MLP is int(4 * 128 * 2 / 3 / 64) * 64 wide.
+    assert gpt_size._ffn(args) == 320
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,7 @@ def test_insufficient_arguments_are_refused_with_the_remedy(
             "cannot be divided over 1 pipeline",
         ),
         ({**PP2, "num_layers_per_virtual_pipeline_stage": 3}, "cannot be divided over 2 pipeline"),
+        ({"pipeline_model_parallel_size": 3}, "cannot be divided over 3 pipeline"),
         ({**PP2, "pipeline_model_parallel_layout": "Et|tL"}, "Et|tL: is not a layout of 4 layers"),
         ({**PP2, "pipeline_model_parallel_layout": "Etttt|mL"}, "is not a layout of 4 layers"),
         ({**PP2, "pipeline_model_parallel_layout": "Et|tt|tL"}, "has 3 parts, which cannot be"),
@@ -221,8 +222,3 @@ def test_a_pattern_is_parsed_and_never_executed(text: str) -> None:
     words = words_of({**EXPERTS, "moe_layer_freq": f"[]+{text}"})
     with pytest.raises(ConfigError, match="--moe-layer-freq"):
         gpt_size.stages(gpt_size.parse(words))
-
-
-def test_layers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be divided over 3"):
-        gpt_size.stages(gpt_size.parse(words_of({"pipeline_model_parallel_size": 3})))

@@ -6,6 +6,7 @@ Only the training process is simulated; slot, persist and commit are the real co
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import stat
@@ -159,12 +160,18 @@ def make(
     seed: int = 0,
     common: bytes | None = None,
     ancestors: Ancestors = (),
+    content_of: Callable[[Piece], bytes] | None = None,
 ) -> MadeSave:
-    """Return a committed checkpoint under `root`, which the tracker names."""
+    """Return a committed checkpoint under `root`, which the tracker names.
+
+    Args:
+        content_of: returns the bytes of a piece; default: `content` with `seed`.
+    """
+    content_of = content_of or functools.partial(content, seed=seed)
     pieces = [pieces_of_rank(rank) for rank in range(WORLD)] if ranks is None else ranks
     store = PosixStore(root)
     metas = [
-        persist(store, iteration, save_id, rank, len(pieces), held, seed, common, ancestors)
+        persist(store, iteration, save_id, rank, len(pieces), held, content_of, common, ancestors)
         for rank, held in enumerate(pieces)
     ]
     directory = file_names.iteration_dir(iteration)
@@ -191,7 +198,7 @@ def persist(
     rank: int,
     world_size: int,
     pieces: list[Piece],
-    seed: int = 0,
+    content_of: Callable[[Piece], bytes] = content,
     common: bytes | None = None,
     ancestors: Ancestors = (),
 ) -> SlotMeta:
@@ -217,7 +224,7 @@ def persist(
         slot.set_header(header)
         slot.set_meta(encoded)
         with slot.data() as data:
-            data[:] = b"".join(content(piece, seed) for piece in pieces)
+            data[:] = b"".join(map(content_of, pieces))
         shard = slot_shard(store, slot, header, slot.meta)
         assert shard.record is not None
         create_records(store, [shard.record])

@@ -118,6 +118,30 @@ class Contents:
         return self.common["args"]
 
 
+def of_boxes(
+    key: str,
+    kind: str,
+    dtype: torch.dtype,
+    shape: Shape,
+    dtypes: Mapping[Box, torch.dtype],
+    read_box: Callable[[Box], torch.Tensor],
+) -> GlobalTensor:
+    """Return a tensor whose source reads whole boxes; other regions are assembled from them.
+
+    Args:
+        dtype: element type of a region without elements.
+        dtypes: element types by box.
+    """
+
+    def read(region: Box) -> torch.Tensor:
+        if region in dtypes:
+            return read_box(region)
+        return read_region(region, dtypes, read_box, dtype, f"{kind}/{key}")
+
+    others = {box: of_box for box, of_box in dtypes.items() if of_box != dtype}
+    return GlobalTensor(key, kind, dtype, shape, tuple(sorted(dtypes)), read, others)
+
+
 def read_region(
     region: Box,
     boxes: Iterable[Box],
@@ -168,13 +192,22 @@ def refuse_low_halves(name: str) -> NoReturn:
     )
 
 
-def rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
-    """Return the weight that results from rounding `master`."""
+def rounded(master: GlobalTensor, args: Any, weight: GlobalTensor | None = None) -> GlobalTensor:
+    """Return the weight that results from rounding `master` to the 16-bit type of the job.
 
-    def read(region: Box) -> torch.Tensor:
-        return master.read(region).to(dtype)
+    Args:
+        weight: the stored weight, whose fp32 layers have no master and stay as they are.
+    """
+    dtype = torch.float16 if getattr(args, "fp16", False) else torch.bfloat16
+    stored = {} if weight is None else {box: weight.dtype_of(box) for box in weight.boxes}
+    of_master = dict.fromkeys(master.boxes, dtype)
 
-    return dataclasses.replace(master, kind=WEIGHT, dtype=dtype, read=read)
+    def read_box(box: Box) -> torch.Tensor:
+        if weight is None or box in of_master:
+            return master.read(box).to(dtype)
+        return weight.read(box)
+
+    return of_boxes(master.key, WEIGHT, dtype, master.shape, stored | of_master, read_box)
 
 
 def _within(part: Box, box: Box) -> tuple[slice, ...]:

@@ -6,12 +6,9 @@ import math
 
 import torch
 
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.contents import Contents
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT
-
-#: Integer types by element size, for comparisons of bits, in which NaN equals NaN.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_damage(contents: Contents) -> None:
@@ -37,19 +34,19 @@ def masters_that_differ(contents: Contents) -> list[str]:
     for master in (*contents.tensors, *contents.doubles):
         weight = weights.get(master.key)
         if master.kind == MASTER and weight is not None:
-            count = sum(_differing(master, weight))
+            count = sum(_differing(weight.read(box), master.read(box)) for box in master.boxes)
             if count:
                 numel = sum(math.prod(shape) for _, shape in master.boxes)
                 phrases.append(f"{master.key} ({count} of {numel} elements)")
     return phrases
 
 
-def _differing(master: GlobalTensor, weight: GlobalTensor) -> list[int]:
-    counts = []
-    for box in master.boxes:
-        expected = weight.read(box)
-        rounded = master.read(box).to(expected.dtype)
-        bits = _BITS[expected.dtype.itemsize]
-        same = rounded.view(bits) == expected.view(bits)
-        counts.append(int((~same).sum()))
-    return counts
+def _differing(weight: torch.Tensor, master: torch.Tensor) -> int:
+    return int((bits(weight) != bits(master.to(weight.dtype))).sum())
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers, so that NaN equals itself and -0 differs from 0."""
+    return tensor.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    )

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.convert.common.damage_check import bits
 from megatron_flashckpt.convert.common.frozen import FEWER
 from megatron_flashckpt.convert.common.tensor_parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import MASTER
-from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
 
 #: Megatron's name of the masters in a buffer.
 MAIN = "param"
@@ -111,14 +112,6 @@ def gathers_late(args: Any) -> bool:
     return bool(getattr(args, "overlap_param_gather", False))
 
 
-def sub_optimizer_chunks(model: RankModel, args: Any) -> list[list[tuple[int, Chunk]]]:
-    """Return the chunks, with their numbers, of each dense sub-optimizer."""
-    chunks = list(enumerate(model.chunks))
-    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
-        return [chunks[:1], chunks[1:]]
-    return [chunks]
-
-
 def has_experts(models: Iterable[RankModel]) -> bool:
     """Return whether a sub-optimizer for expert parameters exists (on every rank)."""
     return any(
@@ -132,22 +125,24 @@ def has_experts(models: Iterable[RankModel]) -> bool:
 def sub_optimizers(
     model: RankModel, args: Any, *, experts: bool
 ) -> list[list[tuple[int, list[LocalTensor]]]]:
-    """Return, per sub-optimizer of a rank and per chunk, the chunk's number and parameters."""
-    result = [
-        [
-            (number, [parameter for parameter in chunk.parameters if not parameter.expert])
-            for number, chunk in chunks
-        ]
-        for chunks in sub_optimizer_chunks(model, args)
-    ]
+    """Return, per sub-optimizer of a rank and per chunk, the chunk's number and parameters.
+
+    Args:
+        experts: the last sub-optimizer is that of the expert parameters.
+    """
+    chunks = list(enumerate(model.chunks))
+    subs = [(chunks, False)]
+    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
+        subs = [(chunks[:1], False), (chunks[1:], False)]
     if experts:
-        result.append(
-            [
-                (number, [parameter for parameter in chunk.parameters if parameter.expert])
-                for number, chunk in enumerate(model.chunks)
-            ]
-        )
-    return result
+        subs.append((chunks, True))
+    return [
+        [
+            (number, [parameter for parameter in chunk.parameters if parameter.expert == expert])
+            for number, chunk in of_sub
+        ]
+        for of_sub, expert in subs
+    ]
 
 
 def buffers(
@@ -329,9 +324,4 @@ def verify(
 
 def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
     """Return whether `weight` equals the rounded `master`, bit for bit."""
-    return torch.equal(_bits(weight), _bits(master.to(weight.dtype)))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, so that NaN equals itself and -0 differs from 0."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return torch.equal(bits(weight), bits(master.to(weight.dtype)))

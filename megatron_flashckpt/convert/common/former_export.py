@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_flashckpt.errors import UNDECODABLE, ConfigError, FlashCkptError
+from megatron_flashckpt.errors import UNDECODABLE, ConfigError, FlashCkptError, first_few
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.store import read_whole
@@ -23,8 +23,6 @@ CONVERTED_FROM = "converted_from"
 
 #: Bytes to read of the list, at most: our lists are shorter.
 _MAX_MARKER_NBYTES = 2**28
-#: Names in a message.
-_SHOWN = 8
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -66,11 +64,10 @@ def refuse_others(directory: Path) -> None:
         )
     foreign = sorted(str(path.relative_to(directory)) for path in _foreign(directory))
     if foreign:
-        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
         raise ConfigError(
             f"{directory}: holds files that 'flashckpt convert' did not write: "
-            f"{', '.join(foreign[:_SHOWN])}{more}; nothing was changed; name another "
-            "directory, or move these files away"
+            f"{first_few(foreign)}; nothing was changed; name another directory, or move these "
+            "files away"
         )
 
 

@@ -19,6 +19,7 @@ from megatron_flashckpt.convert.common.contents import (
     read_region,
     several_types,
 )
+from megatron_flashckpt.convert.common.safetensors_files import StoredTensor
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box, intersection
 
@@ -50,11 +51,15 @@ class NamedRegion:
             self, name=name, region=(offset, extent), shape=(count, *self.shape[1:])
         )
 
+    def stored(self) -> StoredTensor:
+        """Return the region as a tensor that can be written."""
+        return StoredTensor(self.name, self.dtype, self.shape, self._slabs)
+
     def read(self) -> torch.Tensor:
         """Return the whole region in its shape."""
         return self._read(self.region).reshape(self.shape)
 
-    def slabs(self) -> Iterator[torch.Tensor]:
+    def _slabs(self) -> Iterator[torch.Tensor]:
         """Yield the region in row-major order, in parts that need each box of the source once.
 
         The parts follow the source's boxes along the first axis; row-major order allows no other

@@ -19,12 +19,10 @@ from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.convert.common import former_export
 from megatron_flashckpt.error_classes import class_of
 from megatron_flashckpt.errors import ConfigError, FlashCkptError, StorageError
-from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import RELEASE, TRACKER, iteration_dir
 from megatron_flashckpt.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
-
-RELEASE = "release"
 
 
 @contextlib.contextmanager
@@ -131,7 +129,7 @@ def _unwritable(path: Path, error: OSError) -> StorageError:
     )
 
 
-def move_tracker(root: Path, iteration: int, *, megatron: bool = False, save_id: str = "") -> None:
+def move_tracker(root: Path, iteration: int, *, save_id: str = "") -> None:
     """Let the tracker of `root` name `iteration`, unless it names a later one.
 
     Called when the checkpoint is complete.
@@ -142,20 +140,18 @@ def move_tracker(root: Path, iteration: int, *, megatron: bool = False, save_id:
     store = open_store(root)
     tracked = tracked_iteration(store)
     if tracked is None or tracked <= iteration:
-        new_text = RELEASE if megatron and iteration == 0 else str(iteration)
-        store.put(TRACKER, new_text.encode())
+        text = str(iteration) if save_id or iteration else iteration_dir(RELEASE)
+        store.put(TRACKER, text.encode())
         if save_id:
             put_tracked(store, Tracked(iteration, save_id))
 
 
-def checkpoint_directory(root: Path, iteration: int, *, megatron: bool = False) -> Path:
-    """Return the directory of `iteration` in the save directory `root`.
+def megatrons_directory(root: Path, iteration: int) -> Path:
+    """Return the directory of `iteration` in the save directory `root`, in Megatron's own formats.
 
-    Args:
-        megatron: True for Megatron's own formats, which call iteration 0, the weights that a
-            training starts from, a release.
+    These call iteration 0, the weights that a training starts from, a release.
     """
-    return root / (RELEASE if megatron and iteration == 0 else iteration_dir(iteration))
+    return root / iteration_dir(iteration or RELEASE)
 
 
 def _sync(path: Path) -> None:

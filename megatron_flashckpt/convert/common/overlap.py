@@ -89,11 +89,10 @@ def _holds(mounts: list[_Mount], outer: Path, inner: Path) -> bool:
 
 def _place(mounts: list[_Mount], path: Path) -> _Place | None:
     # The last mount at a point hides earlier ones.
-    over = [mount for mount in mounts if path.is_relative_to(mount.point)]
+    over = [mount for mount in reversed(mounts) if path.is_relative_to(mount.point)]
     if not over:
         return None
-    deepest = max(range(len(over)), key=lambda n: (len(over[n].point.parts), n))
-    mount = over[deepest]
+    mount = max(over, key=lambda mount: len(mount.point.parts))
     return _Place(mount.root.device, mount.root.path / path.relative_to(mount.point))
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -33,21 +32,15 @@ _ONE_FILE = "model.safetensors"
 _MAX_HEADER_NBYTES = 100_000_000
 
 
-class StoredTensor(Protocol):
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
     """A tensor that can be written."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> Shape: ...
-
-    def slabs(self) -> Iterator[torch.Tensor]:
-        """Yield the elements in row-major order."""
-        ...
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    slabs: Callable[[], Iterator[torch.Tensor]]
+    """Yields the elements in row-major order."""
 
 
 class _Entry(msgspec.Struct, frozen=True):

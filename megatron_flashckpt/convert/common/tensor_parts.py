@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from megatron_flashckpt.convert.common.contents import GlobalTensor, read_region
+from megatron_flashckpt.convert.common.contents import GlobalTensor, of_boxes
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
@@ -68,14 +68,8 @@ def _global_tensor(key: str, kind: str, boxes: dict[Box, tuple[Part, list[Run]]]
             box_data[box_run.box_start : box_run.box_start + box_run.numel] = local
         return box_data.view(box[1])
 
-    def read(region: Box) -> torch.Tensor:
-        if region in boxes:
-            return read_box(region)
-        return read_region(region, boxes, read_box, first.dtype, f"{kind}/{key}")
-
-    others = {box: part.dtype for box, (part, _) in boxes.items() if part.dtype != first.dtype}
-    shape = run.global_shape
-    return GlobalTensor(key, kind, first.dtype, shape, tuple(sorted(boxes)), read, others)
+    dtypes = {box: part.dtype for box, (part, _) in boxes.items()}
+    return of_boxes(key, kind, first.dtype, run.global_shape, dtypes, read_box)
 
 
 def local_tensor(geometry: Geometry, numel: int, tensors: dict[str, GlobalTensor]) -> torch.Tensor:

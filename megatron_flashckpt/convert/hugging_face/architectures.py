@@ -257,14 +257,10 @@ def _llama(config: HfConfig) -> Model:
     return _decoder(config)
 
 
-def _with_bias(model: Model) -> Model:
-    return dataclasses.replace(
-        model, args={**model.args, "add_qkv_bias": True}, dense=model.dense + _QKV_BIAS
-    )
-
-
 def _qwen2(config: HfConfig) -> Model:
-    return _with_bias(_decoder(config))
+    model = _decoder(config)
+    args = {**model.args, "add_qkv_bias": True}
+    return dataclasses.replace(model, args=args, dense=model.dense + _QKV_BIAS)
 
 
 def _qwen3(config: HfConfig) -> Model:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from megatron_flashckpt.errors import UnsupportedError, first_few
 from megatron_flashckpt.layout.piece import Shape
 
 Rows = tuple[tuple[int, int], ...]
@@ -98,20 +99,19 @@ class Match:
         return shape == self.shape
 
     def assemble(
-        self, shape: Shape, read: Callable[[HfTensor], torch.Tensor], dtype: torch.dtype
+        self, shape: Shape, tensors: Iterable[torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return Megatron's tensor in `shape`; padding is zero.
 
         Args:
-            read: returns a tensor of the model.
+            tensors: the tensors of `parts`, of which one at a time is in memory.
         """
         result = torch.zeros(shape, dtype=dtype)
-        for part in self.parts:
-            tensor = read(part)
-            tensor = tensor.T if part.transposed else tensor
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            rows = tensor.T if part.transposed else tensor
             position = 0
             for start, stop in part.rows:
-                result[start:stop] = tensor[position : position + stop - start]
+                result[start:stop] = rows[position : position + stop - start]
                 position += stop - start
         return result
 
@@ -134,3 +134,39 @@ def match(
         parts.append(HfTensor(name, rows, transposed, shape[::-1] if transposed else shape))
     assert sum(math.prod(part.shape) for part in parts) == first.size * math.prod(inner)
     return Match(names, (first.size, *inner), first.padded, tuple(parts))
+
+
+def refuse_differences(
+    place: str,
+    template: str,
+    remedy: str,
+    *,
+    missing: Sequence[str],
+    extra: Sequence[str],
+    wrong: Sequence[str],
+) -> None:
+    """Raise if any tensor differs.
+
+    Args:
+        place: where the tensors are.
+        template: the `config.json` that they should fit.
+        missing, extra: names of tensors.
+        wrong: a phrase for each tensor of another shape.
+
+    Raises:
+        UnsupportedError: the message has the first names of each kind.
+    """
+    problems = [
+        f"{phrase} {first_few(names)}"
+        for phrase, names in (
+            ("missing tensors:", missing),
+            ("tensors that this model does not have:", extra),
+            ("tensors of another shape:", wrong),
+        )
+        if names
+    ]
+    if problems:
+        raise UnsupportedError(
+            f"{place}: is not the model of {template}: {'; '.join(problems)}; nothing was written; "
+            f"{remedy}"
+        )

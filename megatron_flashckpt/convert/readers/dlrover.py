@@ -33,27 +33,19 @@ from megatron_flashckpt.convert.readers.legacy import (
     RankFiles,
     accepts,
     contents_of,
-    first_few,
-    has_ranks,
     is_legacy,
+    merged_groups,
     model_parts,
     open_ranks,
-    with_weights_of_masters,
 )
 from megatron_flashckpt.convert.readers.legacy_optimizer import GroupClass, class_of, group_classes
-from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
-from megatron_flashckpt.megatron_lm import hyper_parameters
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError, first_few
 
 #: Cause of shards that do not match the weights.
 MIXED = "DLRover committed files of two saves in one directory"
 
 _Shards = dict[int, dict[int, dict[int, dict[str, Any]]]]
 """Tensors of one rank by bucket, group and position."""
-
-
-def is_dlrover(directory: Path) -> bool:
-    """Return whether the iteration directory `directory` holds optimizer state by rank."""
-    return has_ranks(directory)
 
 
 def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
@@ -83,12 +75,8 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
     for rank in ranks:
         parts += _optimizer_parts(rank, shards, accept=accept)
     if "optimizer" in ranks[0].state:
-        saved = [rank.state["optimizer"] for rank in ranks]
-        groups = hyper_parameters.merge(
-            [legacy_optimizer.hyper_parameters(state) for state in saved]
-        )
-        contents = contents_of(directory, iteration, ranks, parts, groups)
-        return with_weights_of_masters(contents) if accept else contents
+        groups = merged_groups(ranks)
+        return contents_of(directory, iteration, ranks, parts, groups, accept=accept)
     if getattr(args, "decoupled_lr", None) is not None or getattr(args, "use_mup", False):
         raise UnsupportedError(
             f"{directory}: this DLRover did not save the optimizer's param groups, which cannot be "
@@ -97,9 +85,7 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
         )
     steps = _steps(shards)
     groups = [_hyper_parameters(args, max(steps, default=float(iteration)))]
-    contents = contents_of(directory, iteration, ranks, parts, groups)
-    if accept:
-        contents = with_weights_of_masters(contents)
+    contents = contents_of(directory, iteration, ranks, parts, groups, accept=accept)
     if steps:
         return contents
     warning = (
@@ -130,7 +116,7 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
         )
         raise CorruptCheckpointError(
             f"{directory}: {len(empty_files)} of {len(files)} ranks have no optimizer tensors "
-            f"({first_few(empty_files)}), so the optimizer state is not in this checkpoint "
+            f"({first_few(empty_files, most=4)}), so the optimizer state is not in this checkpoint "
             f"({reason}); {ddp_buckets.REMEDY}"
         )
     return of_ranks
@@ -177,7 +163,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
                 continue
             differing = [] if accept else _contradicting_replicas(held, rank)
             if not differing:
-                return _parts(layout, held, rank, where, None if accept else ddp_buckets.REMEDY)
+                return _parts(layout, held, rank, where)
             differing_replicas.append(differing)
     if not differing_replicas:
         raise CorruptCheckpointError(
@@ -205,14 +191,8 @@ def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass,
     return [order] if classes <= set(order) else []
 
 
-@dataclasses.dataclass(frozen=True)
-class _OwnedRange:
-    """Range of one parameter that one replica owns."""
-
-    at: ddp_buckets.Place
-    start: int
-    end: int
-    """End of the range `[start, end)` of the flattened parameter."""
+_OwnedRange = tuple[ddp_buckets.Place, int, int]
+"""Range of one parameter that one replica owns: start and end in the flattened parameter."""
 
 
 def _owned(
@@ -228,7 +208,7 @@ def _owned(
                 start = max(share * replica - place.start, 0)
                 end = min(share * (replica + 1) - place.start, place.parameter.numel)
                 if start < end:
-                    own_ranges.append(_OwnedRange(place, start, end))
+                    own_ranges.append((place, start, end))
     return result
 
 
@@ -246,17 +226,14 @@ def _held(
     result: _Held = defaultdict(list)
     for replica, (own_ranges, shards) in enumerate(zip(owned, replicas, strict=True)):
         positions = dict.fromkeys(order, 0)
-        for owned_range in own_ranges:
-            kind = class_of(owned_range.at.parameter, args)
-            of_bucket = shards.get(owned_range.at.bucket, {})
+        for place, start, end in own_ranges:
+            kind = class_of(place.parameter, args)
+            of_bucket = shards.get(place.bucket, {})
             tensors = of_bucket.get(order.index(kind), {}).get(positions[kind])
-            if (
-                tensors is None
-                or tensors[ddp_buckets.MAIN].numel() != owned_range.end - owned_range.start
-            ):
+            if tensors is None or tensors[ddp_buckets.MAIN].numel() != end - start:
                 return None
             positions[kind] += 1
-            result[owned_range.at].append((owned_range.start, replica, tensors))
+            result[place].append((start, replica, tensors))
     return result
 
 
@@ -273,7 +250,7 @@ def _contradicting_replicas(held: _Held, rank: RankFiles) -> list[int]:
 
 
 def _parts(
-    layout: list[ddp_buckets.Buffer], held: _Held, rank: RankFiles, where: str, remedy: str | None
+    layout: list[ddp_buckets.Buffer], held: _Held, rank: RankFiles, where: str
 ) -> list[Part]:
     def weight(place: ddp_buckets.Place) -> torch.Tensor:
         return rank.weights[place.chunk, place.parameter.name]
@@ -283,7 +260,8 @@ def _parts(
         _, _, tensors = held[buffer.places[0]][0]
         states = {name: value.dtype for name, value in tensors.items() if name != "step"}
         read = functools.partial(_read, held)
-        parts += ddp_buckets.buffer_parts(buffer, states, weight, read, where, remedy)
+        # All masters were compared already, or their differences are accepted.
+        parts += ddp_buckets.buffer_parts(buffer, states, weight, read, where, remedy=None)
     return parts
 
 

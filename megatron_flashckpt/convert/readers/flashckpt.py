@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from megatron_flashckpt.catalog.stored_checkpoint import (
     ends_of,
     open_checkpoint,
 )
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region, rounded
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, of_boxes, rounded
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
@@ -106,16 +105,11 @@ def open_ours(store: Store, iteration: int, options: Options) -> Contents:
         optimizer=optimizer or None,
         rng=_random_states(states, all_replicas=all_replicas),
         objects={name: value for _, state in states for name, value in state["objects"].items()},
-        warnings=_warnings(stored, unused),
+        warnings=tuple(
+            f"{key} is not converted: no forward uses it, and other parallel layouts do not have it"
+            for key in unused
+        ),
     )
-
-
-def _warnings(stored: StoredCheckpoint, unused: Iterable[str]) -> tuple[str, ...]:
-    warnings = [
-        f"{key} is not converted: no forward uses it, and other parallel layouts do not have it"
-        for key in unused
-    ]
-    return tuple(warnings)
 
 
 def _side_states(
@@ -152,9 +146,8 @@ def _random_states(
     rng: dict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
     for coordinates, state in states:
         if state["rng"] is not None:
-            rng[coordinates.pp, coordinates.tp].setdefault(coordinates.dp, state["rng"])
-    if not all_replicas:
-        return {place: [next(iter(replicas.values()))] for place, replicas in rng.items()}
+            replica = coordinates.dp if all_replicas else 0
+            rng[coordinates.pp, coordinates.tp].setdefault(replica, state["rng"])
     return {place: list(replicas.values()) for place, replicas in rng.items()}
 
 
@@ -165,7 +158,6 @@ def _global_tensor(
     chunks: _Chunks,
 ) -> GlobalTensor:
     kind, key, global_shape = name
-    first = dtypes[min(dtypes)]
 
     def read_box(box: Box) -> torch.Tensor:
         dtype = dtypes[box]
@@ -178,13 +170,7 @@ def _global_tensor(
             return torch.empty(box[1], dtype=dtype)
         return torch.frombuffer(box_bytes, dtype=dtype).view(box[1])
 
-    def read(region: Box) -> torch.Tensor:
-        if region in boxes:
-            return read_box(region)
-        return read_region(region, boxes, read_box, first, f"{kind}/{key}")
-
-    others = {box: dtype for box, dtype in dtypes.items() if dtype != first}
-    return GlobalTensor(key, kind, first, global_shape, tuple(sorted(boxes)), read, others)
+    return of_boxes(key, kind, dtypes[min(dtypes)], global_shape, dtypes, read_box)
 
 
 def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
@@ -193,35 +179,17 @@ def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
     Layers with other types under the same key were stored as weights.
     """
     weights = {tensor.key: tensor for tensor in tensors if tensor.kind == WEIGHT}
-    dtype = torch.float16 if getattr(args, "fp16", False) else torch.bfloat16
     derived = {}
     for master in tensors:
         if master.kind != MASTER:
             continue
         weight = weights.get(master.key)
-        if weight is None:
-            derived[master.key] = rounded(master, dtype)
-        elif not set(master.boxes) & set(weight.boxes) and weight.dtypes.isdisjoint(SIXTEEN_BIT):
-            derived[master.key] = _joined(weight, rounded(master, dtype))
+        if weight is None or (
+            set(master.boxes).isdisjoint(weight.boxes) and weight.dtypes.isdisjoint(SIXTEEN_BIT)
+        ):
+            derived[master.key] = rounded(master, args, weight)
     kept = [tensor for tensor in tensors if tensor.kind != WEIGHT or tensor.key not in derived]
     return kept + list(derived.values())
-
-
-def _joined(first: GlobalTensor, second: GlobalTensor) -> GlobalTensor:
-    """Return the tensor with the boxes of `first` and `second`."""
-    boxes = {box: tensor for tensor in (first, second) for box in tensor.boxes}
-
-    def read(region: Box) -> torch.Tensor:
-        if region in boxes:
-            return boxes[region].read(region)
-        return read_region(region, boxes, lambda box: boxes[box].read(box), first.dtype, first.name)
-
-    others = {
-        box: tensor.dtype_of(box)
-        for box, tensor in boxes.items()
-        if tensor.dtype_of(box) != first.dtype
-    }
-    return dataclasses.replace(first, boxes=tuple(sorted(boxes)), read=read, others=others)
 
 
 class _Chunks:
@@ -231,12 +199,17 @@ class _Chunks:
     """
 
     def __init__(self, stored: StoredCheckpoint, budget_nbytes: int) -> None:
-        self._stored = stored
-        self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
-        self._free = budget_nbytes
+        shard = functools.lru_cache(_KEPT_HEADERS)(stored.shard)
         #: Chunks that fit into the cache at a time.
-        self._fitting = budget_nbytes // CHUNK_NBYTES
-        self._shard = functools.lru_cache(_KEPT_HEADERS)(stored.shard)
+        self._fitting = max(1, budget_nbytes // CHUNK_NBYTES)
+
+        @functools.lru_cache(self._fitting)
+        def chunk(name: tuple[int, int]) -> memoryview:
+            """Return a chunk of a rank's file. Called by several threads."""
+            rank, index = name
+            return stored.chunk(shard(rank), index)
+
+        self._chunk = chunk
 
     def fetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Read the chunks of a box, given as arguments of `read`, as far as they fit.
@@ -247,14 +220,9 @@ class _Chunks:
             CorruptCheckpointError: as `read`.
         """
         names = dict.fromkeys(
-            (rank, index)
-            for rank, start, nbytes in ranges
-            for index in _indices(start, nbytes)
-            if (rank, index) not in self._kept
+            (rank, index) for rank, start, nbytes in ranges for index in _indices(start, nbytes)
         )
-        wanted = list(names)[: self._fitting]
-        for name, chunk in zip(wanted, for_all(self._stored_chunk, wanted), strict=True):
-            self._keep(name, chunk)
+        for_all(self._chunk, list(names)[: self._fitting])
 
     def read(self, rank: int, start: int, nbytes: int) -> bytearray:
         """Return `nbytes` bytes at `start` of the data section of `rank`'s file.
@@ -268,24 +236,6 @@ class _Chunks:
             chunk = self._chunk((rank, index))
             result += chunk[max(start - base, 0) : start + nbytes - base]
         return result
-
-    def _chunk(self, name: tuple[int, int]) -> memoryview:
-        if name in self._kept:
-            self._kept.move_to_end(name)
-            return self._kept[name]
-        return self._keep(name, self._stored_chunk(name))
-
-    def _stored_chunk(self, name: tuple[int, int]) -> memoryview:
-        """Read a chunk from storage. Called by several threads."""
-        rank, index = name
-        return self._stored.chunk(self._shard(rank), index)
-
-    def _keep(self, name: tuple[int, int], chunk: memoryview) -> memoryview:
-        self._free -= len(chunk)
-        self._kept[name] = chunk
-        while self._free < 0 and len(self._kept) > 1:
-            self._free += len(self._kept.popitem(last=False)[1])
-        return chunk
 
 
 def _indices(start: int, nbytes: int) -> range:

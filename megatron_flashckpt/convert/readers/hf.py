@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -11,16 +10,15 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, of_boxes
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.safetensors_files import StoredInFile, tensors_in
-from megatron_flashckpt.convert.hugging_face import differences
 from megatron_flashckpt.convert.hugging_face.architectures import Model, model_of
 from megatron_flashckpt.convert.hugging_face.hf_config import CONFIG, read_config
-from megatron_flashckpt.convert.hugging_face.rows import HfTensor, Match
+from megatron_flashckpt.convert.hugging_face.rows import Match, refuse_differences
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER
-from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape
+from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 
 #: Megatron pads the vocabulary to a multiple of this by default, on one tensor parallel rank.
@@ -33,29 +31,13 @@ _COMPUTED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 _BUFFERS = re.compile(r"\.router\.expert_bias$")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Megatron's tensor for one layer and one expert, as the model's files have it."""
-
-    match: Match
-    shape: Shape
-    dtype: torch.dtype
-    stored: dict[str, StoredInFile]
-
-    def read(self) -> torch.Tensor:
-        def read(part: HfTensor) -> torch.Tensor:
-            return self.stored[part.name].read()
-
-        return self.match.assemble(self.shape, read, self.dtype)
-
-
 def is_hf(directory: Path) -> bool:
     """Return whether `directory` is a Hugging Face model and not a save directory."""
     return (directory / CONFIG).is_file() and not (directory / TRACKER).exists()
 
 
-def open_hf(directory: Path, options: Options) -> Contents:
-    """Return the weights of a model as iteration 0 of a job without parallelism.
+def open_hf(directory: Path, iteration: int, options: Options) -> Contents:
+    """Return the weights of a model as `iteration`, 0, of a job without parallelism.
 
     Raises:
         ConfigError: `config.json` is missing or not complete.
@@ -65,21 +47,21 @@ def open_hf(directory: Path, options: Options) -> Contents:
     """
     config = read_config(options.hf_config or directory)
     model = model_of(config)
-    stored = tensors_in(directory)
     matches = list(model.matches())
-    stored = _checked(_with_prefix(stored, model), matches, directory, config.place)
-    parts: dict[str, dict[tuple[int, ...], _Part]] = defaultdict(dict)
+    stored = _with_prefix(tensors_in(directory), model)
+    _refuse_others(stored, matches, directory, config.place)
+    by_key: dict[str, dict[tuple[int, ...], Match]] = defaultdict(dict)
     for match in matches:
         key, place = _place(match.names[0], numbered=model.numbered_layers)
-        parts[key][place] = _part(match, stored, directory)
-    tensors = [_global_tensor(key, of_key) for key, of_key in sorted(parts.items())]
+        by_key[key][place] = match
+    tensors = [_global_tensor(key, of_key, stored) for key, of_key in sorted(by_key.items())]
     return Contents(
         place=str(directory),
-        iteration=0,
+        iteration=iteration,
         common={
             "args": _args(model, tensors),
             "checkpoint_version": 3.0,
-            "iteration": 0,
+            "iteration": iteration,
             "num_floating_point_operations_so_far": 0.0,
             "opt_param_scheduler": None,
         },
@@ -96,10 +78,10 @@ def _with_prefix(stored: dict[str, StoredInFile], model: Model) -> dict[str, Sto
     return {prefix + name: tensor for name, tensor in stored.items()}
 
 
-def _checked(
+def _refuse_others(
     stored: dict[str, StoredInFile], matches: list[Match], directory: Path, place: str
-) -> dict[str, StoredInFile]:
-    """Return the tensors of the model; raise if they are not those of `matches`."""
+) -> None:
+    """Raise if the tensors of the model are not those of `matches`."""
     expected = {part.name: part.shape for match in matches for part in match.parts}
     # Some files hold tied embeddings twice, and transformers ignores the second.
     computed = {"lm_head.weight"} | {name for name in stored if _COMPUTED.search(name)}
@@ -110,7 +92,7 @@ def _checked(
         for name, shape in expected.items()
         if name in stored and stored[name].shape != shape
     ]
-    differences.refuse(
+    refuse_differences(
         str(directory),
         place,
         "give the weights and the config.json of one model",
@@ -118,20 +100,13 @@ def _checked(
         extra=extra,
         wrong=wrong,
     )
-    return stored
-
-
-def _part(match: Match, stored: dict[str, StoredInFile], directory: Path) -> _Part:
-    dtypes = {stored[part.name].dtype for part in match.parts}
-    if len(dtypes) > 1:
-        raise UnsupportedError(
-            f"{directory}: {', '.join(part.name for part in match.parts)} have different types, "
-            "and are one tensor in Megatron; save the model in one type with transformers"
-        )
-    shape = match.shape
-    if match.padded:
-        shape = (-(-shape[0] // _PADDING) * _PADDING, *shape[1:])
-    return _Part(match, shape, dtypes.pop(), stored)
+    for match in matches:
+        names = [part.name for part in match.parts]
+        if len({stored[name].dtype for name in names}) > 1:
+            raise UnsupportedError(
+                f"{directory}: {', '.join(names)} have different types, and are one tensor in "
+                "Megatron; save the model in one type with transformers"
+            )
 
 
 def _place(name: str, *, numbered: bool) -> tuple[str, tuple[int, ...]]:
@@ -146,31 +121,26 @@ def _place(name: str, *, numbered: bool) -> tuple[str, tuple[int, ...]]:
     return name, tuple(place)
 
 
-def _global_tensor(key: str, parts: dict[tuple[int, ...], _Part]) -> GlobalTensor:
-    first = parts[min(parts)]
-    counts = tuple(max(numbers) + 1 for numbers in zip(*parts, strict=True))
+def _global_tensor(
+    key: str, matches: dict[tuple[int, ...], Match], stored: dict[str, StoredInFile]
+) -> GlobalTensor:
+    """Return the tensor that stacks `matches`, by the numbers of their layer and expert."""
+    first = matches[min(matches)]
+    rows, *inner = first.shape
+    shape = (-(-rows // _PADDING) * _PADDING if first.padded else rows, *inner)
+    counts = tuple(max(numbers) + 1 for numbers in zip(*matches, strict=True))
     boxes = {
-        ((*place, *(0 for _ in part.shape)), (*(1 for _ in place), *part.shape)): part
-        for place, part in parts.items()
+        ((*place, *(0 for _ in shape)), (*(1 for _ in place), *shape)): match
+        for place, match in matches.items()
     }
+    dtypes = {box: stored[match.parts[0].name].dtype for box, match in boxes.items()}
 
     def read_box(box: Box) -> torch.Tensor:
-        return boxes[box].read().view(box[1])
+        tensors = (stored[part.name].read() for part in boxes[box].parts)
+        return boxes[box].assemble(shape, tensors, dtypes[box]).view(box[1])
 
-    def read(region: Box) -> torch.Tensor:
-        if region in boxes:
-            return read_box(region)
-        return read_region(region, boxes, read_box, first.dtype, key)
-
-    return GlobalTensor(
-        key,
-        BUFFER if _BUFFERS.search(key) else WEIGHT,
-        first.dtype,
-        (*counts, *first.shape),
-        tuple(sorted(boxes)),
-        read,
-        {box: part.dtype for box, part in boxes.items() if part.dtype != first.dtype},
-    )
+    kind = BUFFER if _BUFFERS.search(key) else WEIGHT
+    return of_boxes(key, kind, dtypes[min(dtypes)], (*counts, *shape), dtypes, read_box)
 
 
 def _args(model: Model, tensors: list[GlobalTensor]) -> argparse.Namespace:

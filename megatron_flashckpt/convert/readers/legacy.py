@@ -15,21 +15,23 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert.common import ddp_buckets, safe_pickle
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.common.contents import Contents, rounded
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.tensor_parts import Part, global_tensors, part_of
 from megatron_flashckpt.convert.readers import legacy_optimizer
-from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
+from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
+    NotCommittedError,
+    UnsupportedError,
+    first_few,
+)
 from megatron_flashckpt.file_format.file_names import parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
-from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm import hyper_parameters
 from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 
-#: Problems that a message names, at most.
-_SHOWN = 4
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 _COMMON = (
@@ -63,12 +65,6 @@ class RankFiles:
             for number, chunk in enumerate(self.model.chunks)
             for parameter in chunk.parameters
         }
-
-
-def first_few(problems: list[str], separator: str = ", ") -> str:
-    """Return the first few of `problems` and the number of further ones, for a message."""
-    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return separator.join(problems[:_SHOWN]) + more
 
 
 def remedy_for(directory: Path) -> str:
@@ -105,17 +101,14 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
     """
     ranks = open_ranks(directory)
     parts = [part for rank in ranks for part in model_parts(rank)]
+    accept = accepts(ranks[0], options)
     optimizer = None
     if not options.weights_only and _has_optimizer(ranks[0]):
         experts = ddp_buckets.has_experts([rank.model for rank in ranks])
-        saved = []
         for rank in ranks:
-            rank_optimizer = _optimizer(rank, experts=experts, accept=accepts(rank, options))
-            parts += rank_optimizer.parts
-            saved.append(rank_optimizer.hyper_parameters)
-        optimizer = hyper_parameters.merge(saved)
-    contents = contents_of(directory, iteration, ranks, parts, optimizer)
-    return with_weights_of_masters(contents) if accepts(ranks[0], options) else contents
+            parts += _optimizer_parts(rank, experts=experts, accept=accept)
+        optimizer = merged_groups(ranks)
+    return contents_of(directory, iteration, ranks, parts, optimizer, accept=accept)
 
 
 def accepts(rank: RankFiles, options: Options) -> bool:
@@ -123,11 +116,11 @@ def accepts(rank: RankFiles, options: Options) -> bool:
     return options.accept_damage and ddp_buckets.gathers_late(rank.state["args"])
 
 
-def with_weights_of_masters(contents: Contents) -> Contents:
+def _with_weights_of_masters(contents: Contents) -> Contents:
     """Return `contents` with weights that are rounded from their masters."""
     masters = {tensor.key: tensor for tensor in contents.tensors if tensor.kind == MASTER}
     tensors = [
-        _of_master(tensor, masters[tensor.key])
+        rounded(masters[tensor.key], contents.args, tensor)
         if tensor.kind == WEIGHT and tensor.key in masters
         else tensor
         for tensor in contents.tensors
@@ -139,32 +132,22 @@ def with_weights_of_masters(contents: Contents) -> Contents:
     return dataclasses.replace(contents, tensors=tensors, warnings=(*contents.warnings, warning))
 
 
-def _of_master(weight: GlobalTensor, master: GlobalTensor) -> GlobalTensor:
-    """Return `weight` rounded from `master`, except for its fp32 layers, which have no master."""
-
-    def read_box(box: Box) -> torch.Tensor:
-        if box not in master.boxes:
-            return weight.read(box)
-        return master.read(box).to(weight.dtype_of(box))
-
-    def read(region: Box) -> torch.Tensor:
-        if region in weight.boxes:
-            return read_box(region)
-        return read_region(region, weight.boxes, read_box, weight.dtype, weight.name)
-
-    return dataclasses.replace(weight, read=read)
-
-
 def contents_of(
     directory: Path,
     iteration: int,
     ranks: list[RankFiles],
     parts: list[Part],
     optimizer: list[dict[str, Any]] | None,
+    *,
+    accept: bool = False,
 ) -> Contents:
-    """Return contents with the tensors of `parts` and the side state of `ranks`."""
+    """Return contents with the tensors of `parts` and the side state of `ranks`.
+
+    Args:
+        accept: the weights may be older than their masters, so they are rounded from these.
+    """
     first = ranks[0].state
-    return Contents(
+    contents = Contents(
         place=str(directory),
         iteration=iteration,
         common={
@@ -182,6 +165,7 @@ def contents_of(
             *(() if optimizer is not None else _doubt(first["args"])),
         ),
     )
+    return _with_weights_of_masters(contents) if accept and optimizer is not None else contents
 
 
 def _differing_embeddings(ranks: list[RankFiles]) -> tuple[str, ...]:
@@ -298,7 +282,7 @@ def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
     if problems:
         raise UnsupportedError(
             f"{directory}: its model differs from the GPT that its args describe: "
-            f"{first_few(problems, '; ')}; {remedy_for(directory)}"
+            f"{first_few(problems, '; ', most=4)}; {remedy_for(directory)}"
         )
 
 
@@ -318,7 +302,14 @@ def _has_optimizer(rank: RankFiles) -> bool:
     return "optimizer" in rank.state or not (released or getattr(args, "no_save_optim", None))
 
 
-def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimizer.RankOptimizer:
+def merged_groups(ranks: list[RankFiles]) -> list[dict[str, Any]]:
+    """Return the param groups, steps and scalers of all ranks, each once."""
+    return hyper_parameters.merge(
+        [legacy_optimizer.hyper_parameters(rank.state["optimizer"]) for rank in ranks]
+    )
+
+
+def _optimizer_parts(rank: RankFiles, *, experts: bool, accept: bool) -> list[Part]:
     args = rank.state["args"]
     distributed = getattr(args, "use_distributed_optimizer", False)
     file = rank.directory / (OPTIMIZER_FILE if distributed else MODEL_FILE)
@@ -327,13 +318,11 @@ def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimi
             f"{file}: holds no optimizer state, although the run saved it (rank_*/{OPTIMIZER_FILE} "
             f"of DLRover is missing too); {ddp_buckets.REMEDY}"
         )
-    common_args = (rank.model, rank.weights, args, rank.state["optimizer"])
+    model = (rank.model, rank.weights, args)
     if not distributed:
-        return legacy_optimizer.plain(*common_args, str(file), experts=experts)
+        return legacy_optimizer.plain(*model, rank.state["optimizer"], str(file), experts=experts)
     stored = safe_pickle.load(file, str(file), mmap=True)
-    return legacy_optimizer.distributed(
-        *common_args, stored, str(file), experts=experts, accept=accept
-    )
+    return legacy_optimizer.distributed(*model, stored, str(file), experts=experts, accept=accept)
 
 
 def _random_states(ranks: list[RankFiles]) -> dict[tuple[int, int], list[dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,30 +19,19 @@ Weights = dict[tuple[int, str], torch.Tensor]
 """Parameters of a rank by chunk and name."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RankOptimizer:
-    """Optimizer state of one rank."""
-
-    parts: list[Part]
-    hyper_parameters: list[dict[str, Any]]
-    """Param groups, steps and scalers, in the form of `hyper_parameters.hyper_parameters`."""
-
-
 def distributed(
     model: RankModel,
     weights: Weights,
     args: Any,
-    saved: Any,
     stored: Any,
     place: str,
     *,
     experts: bool,
-    accept: bool = False,
-) -> RankOptimizer:
+    accept: bool,
+) -> list[Part]:
     """Return the state of the distributed optimizer.
 
     Args:
-        saved: `optimizer` of the rank's state dict.
         stored: contents of `distrib_optim.pt`.
         place: path of that file, for messages.
         accept: do not compare 16-bit weights with their masters.
@@ -76,7 +64,7 @@ def distributed(
         for buffer, of_buffer in zip(layout, tensors, strict=True):
             remedy = None if accept else ddp_buckets.remedy(args)
             parts += _buffer_parts(buffer, of_buffer, weights, place, remedy)
-    return RankOptimizer(parts, hyper_parameters(saved))
+    return parts
 
 
 def _refuse_another_count(states: Sequence[Any], subs: Sequence[Any], place: str) -> None:
@@ -145,8 +133,11 @@ def plain(
     place: str,
     *,
     experts: bool,
-) -> RankOptimizer:
+) -> list[Part]:
     """Return the state of optimizers that do not shard parameters, with masters or without.
+
+    Args:
+        saved: `optimizer` of the rank's state dict.
 
     Raises:
         CorruptCheckpointError: the state belongs to another model, or contradicts the weights.
@@ -178,7 +169,7 @@ def plain(
                         f"assigned to parameters; {ddp_buckets.REMEDY}"
                     )
                 parts.append(part_of(parameter.geometry, kind, value))
-    return RankOptimizer(parts, hyper_parameters(saved))
+    return parts
 
 
 def _of_parameters(
@@ -318,16 +309,21 @@ def grouped(
 
 
 def hyper_parameters(saved: Any) -> list[dict[str, Any]]:
-    """Return groups, steps and scaler of `optimizer` in a rank's state dict."""
-    return [_hyper_parameters(state.get("optimizer", state), state) for state in _listed(saved)]
+    """Return groups, steps and scaler of `optimizer` in a rank's state dict, or in torch_dist's."""
+    return [_hyper_parameters(state) for state in _listed(saved)]
 
 
-def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def _hyper_parameters(saved: dict[str, Any]) -> dict[str, Any]:
+    # FP32Optimizer saves the inner optimizer's state without the key `optimizer`.
+    inner = saved.get("optimizer", saved)
+    states = inner.get("state", {})
     steps = {
         float(state["step"])
-        for state in inner.get("state", {}).values()
-        if isinstance(state.get("step"), torch.Tensor)
+        for state in states.values()
+        if isinstance(state, dict) and isinstance(state.get("step"), torch.Tensor)
     }
+    if states.get("common_step") is not None:  # that of all parameters, in torch_dist
+        steps.add(float(states["common_step"]))
     if len(steps) > 1:
         raise UnsupportedError(
             f"parameters of one optimizer have different steps {sorted(steps)}, but the result can "
@@ -336,7 +332,7 @@ def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str,
     return {
         "param_groups": [
             {key: value for key, value in group.items() if key != "params"}
-            for group in inner["param_groups"]
+            for group in inner.get("param_groups", [])
         ],
         "step": steps.pop() if steps else None,
         "grad_scaler": saved.get("grad_scaler"),

@@ -12,13 +12,12 @@ Chained optimizers of older releases have the prefix `chained_<n>.`.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import re
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,13 @@ from megatron_flashckpt.convert.common import safe_pickle
 from megatron_flashckpt.convert.common.contents import (
     Contents,
     GlobalTensor,
-    read_region,
+    of_boxes,
     refuse_low_halves,
 )
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.dcp import Reader, StoredTensor
 from megatron_flashckpt.convert.readers.dp_reshardable import optimizer_tensors
+from megatron_flashckpt.convert.readers.legacy_optimizer import hyper_parameters
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box
@@ -154,23 +154,8 @@ def _common(directory: Path, reader: Reader) -> dict[str, Any]:
 def _optimizers(saved: dict[Any, Any]) -> list[dict[str, Any]]:
     """Return `Contents.optimizer`; a chained optimizer's state is one level deeper."""
     if saved and all(isinstance(number, int) for number in saved):
-        return [_optimizer(saved[number]) for number in sorted(saved)]
-    return [_optimizer(saved)]
-
-
-def _optimizer(saved: dict[str, Any]) -> dict[str, Any]:
-    # FP32Optimizer saves the inner optimizer's state without the key `optimizer`.
-    inner = saved.get("optimizer", saved)
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in inner.get("param_groups", [])
-    ]
-    step = inner.get("state", {}).get("common_step")
-    return {
-        "param_groups": groups,
-        "step": None if step is None else float(step),
-        "grad_scaler": saved.get("grad_scaler"),
-    }
+        return hyper_parameters([saved[number] for number in sorted(saved)])
+    return hyper_parameters(saved)
 
 
 # ---------------------------------------------------------------------- tensors
@@ -212,13 +197,10 @@ def _tensors(
 def _tensor(reader: Reader, name: str, stored: StoredTensor, kind: str, key: str) -> GlobalTensor:
     if stored.original_shape is not None:
         return _flattened(reader, name, stored, kind, key)
-    boxes = tuple((offset, stored.chunks[offset]) for offset in sorted(stored.chunks))
-
-    def read_box(box: Box) -> torch.Tensor:
-        return reader.chunk(name, box[0])
-
-    read = functools.partial(_read, set(boxes), boxes, read_box, stored.dtype, name)
-    return GlobalTensor(key, kind, stored.dtype, stored.shape, boxes, read)
+    dtypes = dict.fromkeys(stored.chunks.items(), stored.dtype)
+    return of_boxes(
+        key, kind, stored.dtype, stored.shape, dtypes, lambda box: reader.chunk(name, box[0])
+    )
 
 
 def _flattened(
@@ -229,7 +211,7 @@ def _flattened(
     counts = stored.shape[:-1]
     extent = tuple(n // count for n, count in zip(whole_shape, counts, strict=True))
     runs: dict[Box, dict[int, Shape]] = defaultdict(dict)
-    for offset in sorted(stored.chunks):
+    for offset in stored.chunks:
         *numbers, start = offset
         low = tuple(number * n for number, n in zip(numbers, extent, strict=True))
         runs[low, extent][start] = offset
@@ -247,21 +229,8 @@ def _flattened(
             )
         return flat.view(extent)
 
-    read = functools.partial(_read, set(runs), tuple(runs), read_box, stored.dtype, name)
-    return GlobalTensor(key, kind, stored.dtype, whole_shape, tuple(runs), read)
-
-
-def _read(
-    known: set[Box],
-    boxes: tuple[Box, ...],
-    read_box: Callable[[Box], torch.Tensor],
-    dtype: torch.dtype,
-    name: str,
-    region: Box,
-) -> torch.Tensor:
-    return (
-        read_box(region) if region in known else read_region(region, boxes, read_box, dtype, name)
-    )
+    dtypes = dict.fromkeys(runs, stored.dtype)
+    return of_boxes(key, kind, stored.dtype, whole_shape, dtypes, read_box)
 
 
 # ---------------------------------------------------------------------- objects
@@ -304,4 +273,4 @@ def _groups_by_bucket(reader: Reader, optimizer: list[dict[str, Any]]) -> list[d
         match = _BUCKET.match(key)
         if match is not None and key[match.end() :] in ("optimizer", "grad_scaler"):
             states[match[0]][key[match.end() :]] = reader.object(name)[0]
-    return merge([[_optimizer(state)] for state in states.values()]) or optimizer
+    return merge([hyper_parameters(state) for state in states.values()]) or optimizer

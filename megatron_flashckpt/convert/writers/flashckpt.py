@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
@@ -22,11 +21,7 @@ from megatron_flashckpt.catalog.lineage import choose
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.common.former_export import CONVERTED_FROM
 from megatron_flashckpt.convert.common.options import Options
-from megatron_flashckpt.convert.common.output_dir import (
-    checkpoint_directory,
-    move_tracker,
-    new_directory,
-)
+from megatron_flashckpt.convert.common.output_dir import move_tracker, new_directory
 from megatron_flashckpt.file_format import manifest
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import (
@@ -41,7 +36,7 @@ from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.layout.template import Layout, PlanCache, order
+from megatron_flashckpt.layout.template import PlanCache, order
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.job_description import facts, versions
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
@@ -49,13 +44,7 @@ from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.store import Store
 
-
-@dataclasses.dataclass
-class _Shard:
-    """File of the result: its boxes, and the coordinates of the rank that it represents."""
-
-    coordinates: Coordinates
-    boxes: list[tuple[GlobalTensor, Box]]
+_Boxes = list[tuple[GlobalTensor, Box]]
 
 
 def write_ours(contents: Contents, root: Path, options: Options) -> Path:
@@ -64,7 +53,7 @@ def write_ours(contents: Contents, root: Path, options: Options) -> Path:
     Raises:
         ConfigError: a checkpoint of that iteration exists and may not be replaced.
     """
-    directory = checkpoint_directory(root, contents.iteration)
+    directory = root / iteration_dir(contents.iteration)
     with (
         new_directory(directory, overwrite=options.overwrite, mark=False) as fresh,
         _new_run(open_store(root)) as run,
@@ -106,13 +95,23 @@ def _write(
 ) -> None:
     shards = _shards(contents, shard_nbytes)
     records = []
-    for rank, shard in enumerate(shards):
-        state = side_state.frame(_rank_state(contents, shard.coordinates), rank, len(shards))
-        pieces = [_piece(tensor, box) for tensor, box in shard.boxes] + [state.piece]
+    for rank, (coordinates, own_boxes) in enumerate(shards):
+        state = side_state.frame(_rank_state(contents, coordinates), rank, len(shards))
+        pieces = [_piece(tensor, box) for tensor, box in own_boxes] + [state.piece]
         positions = order(pieces)
         layout = PlanCache().layout([pieces[position] for position in positions])
-        meta = _meta(store, layout, rank, len(shards), shard.coordinates)
-        boxes = [*shard.boxes, None]
+        meta = SlotMeta(
+            root=store.place,
+            rank=rank,
+            world_size=len(shards),
+            coordinates=coordinates,
+            template_fingerprint=layout.template_fingerprint,
+            template=layout.template,
+            placement=layout.placement,
+            common=b"",
+            description={},
+        )
+        boxes = [*own_boxes, None]
         tensors = (
             state.tensor if (box := boxes[position]) is None else box[0].read(box[1])
             for position in positions
@@ -136,13 +135,13 @@ def _write(
     store.create(end, manifest.encode_manifest(merged))
 
 
-def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
-    """Return the boxes in files of about `limit_nbytes`.
+def _shards(contents: Contents, limit_nbytes: int) -> list[tuple[Coordinates, _Boxes]]:
+    """Return the boxes in files of about `limit_nbytes`, and whose rank each file represents.
 
     A rank loads its side state from the file with its coordinates. So every place in the parallel
     layout, and every replica if replicas differ, has a file, even without boxes.
     """
-    files: list[list[tuple[GlobalTensor, Box]]] = [[]]
+    files: list[_Boxes] = [[]]
     free = limit_nbytes
     for tensor in contents.tensors:
         for box in tensor.boxes:
@@ -161,7 +160,7 @@ def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
         turn, position = divmod(number, len(places))
         place = places[position]
         dp = place.dp + turn * replicas
-        shards.append(_Shard(msgspec.structs.replace(place, dp=dp), boxes))
+        shards.append((msgspec.structs.replace(place, dp=dp), boxes))
     return shards
 
 
@@ -204,23 +203,6 @@ def _piece(tensor: GlobalTensor, box: Box) -> Piece:
     numel = torch.Size(shape).numel()
     dtype = dtype_name(tensor.dtype_of(box))
     return Piece(tensor.key, tensor.kind, dtype, tensor.shape, offset, shape, 0, numel)
-
-
-def _meta(
-    store: Store, layout: Layout, rank: int, world_size: int, coordinates: Coordinates
-) -> SlotMeta:
-    """Return what a shard's header and record state."""
-    return SlotMeta(
-        root=store.place,
-        rank=rank,
-        world_size=world_size,
-        coordinates=coordinates,
-        template_fingerprint=layout.template_fingerprint,
-        template=layout.template,
-        placement=layout.placement,
-        common=b"",
-        description={},
-    )
 
 
 def _chunks(tensors: Iterator[torch.Tensor]) -> Iterator[memoryview]:

@@ -7,6 +7,7 @@ that `config.json` describes, and Megatron's arguments must mean the same model.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,10 @@ from megatron_flashckpt.convert.common.named_regions import NamedRegion, named_r
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import new_directory
 from megatron_flashckpt.convert.common.safetensors_files import StoredTensor, write_files
-from megatron_flashckpt.convert.hugging_face import differences
 from megatron_flashckpt.convert.hugging_face.architectures import Model, model_of
 from megatron_flashckpt.convert.hugging_face.hf_config import read_config
-from megatron_flashckpt.convert.hugging_face.rows import HfTensor, Match, taken
+from megatron_flashckpt.convert.hugging_face.rows import HfTensor, Match, refuse_differences, taken
 from megatron_flashckpt.errors import ConfigError, UnsupportedError
-from megatron_flashckpt.layout.piece import Shape
 
 #: Files of a template that are not copied: weights, and lists of them.
 _WEIGHTS = (
@@ -48,37 +47,14 @@ class _Source:
     """Number of tensors that were not written yet."""
     data: torch.Tensor | None = None
 
-    def take(self, part: HfTensor) -> torch.Tensor:
+    def take(self, part: HfTensor) -> Iterator[torch.Tensor]:
         if self.data is None:
             self.data = self.region.read()
         result = taken(self.data, part)
         self.remaining -= 1
         if not self.remaining:
             self.data = None
-        return result
-
-
-@dataclasses.dataclass(frozen=True)
-class _Taken:
-    """A tensor of the result that is not a range of rows of Megatron's tensor."""
-
-    part: HfTensor
-    source: _Source
-
-    @property
-    def name(self) -> str:
-        return self.part.name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.region.dtype
-
-    @property
-    def shape(self) -> Shape:
-        return self.part.shape
-
-    def slabs(self) -> Iterator[torch.Tensor]:
-        yield self.source.take(self.part)
+        yield result
 
 
 def write_hf(contents: Contents, directory: Path, options: Options) -> Path:
@@ -120,7 +96,7 @@ def _tensors(contents: Contents, model: Model, place: str) -> Iterator[StoredTen
             wrong.append(f"{region.name} has {region.shape}, expected {match.shape}")
         else:
             pairs.append((region, match))
-    differences.refuse(
+    refuse_differences(
         contents.place,
         place,
         "give the template of this model with --hf-config DIR",
@@ -131,10 +107,12 @@ def _tensors(contents: Contents, model: Model, place: str) -> Iterator[StoredTen
     for region, match in pairs:
         (part, *others) = match.parts
         if not others and not part.transposed and len(part.rows) == 1:
-            yield region.first_rows(part.shape[0], part.name)
+            yield region.first_rows(part.shape[0], part.name).stored()
         else:
             source = _Source(region, len(match.parts))
-            yield from (_Taken(part, source) for part in match.parts)
+            for part in match.parts:
+                take = functools.partial(source.take, part)
+                yield StoredTensor(part.name, region.dtype, part.shape, take)
 
 
 def _refuse_other_arguments(contents: Contents, model: Model, place: str) -> None:

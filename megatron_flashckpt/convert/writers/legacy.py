@@ -6,14 +6,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_flashckpt.convert.common import ddp_buckets
-from megatron_flashckpt.convert.common.contents import Contents, refuse_low_halves
-from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.frozen import refuse_partial_state
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
-    checkpoint_directory,
+    megatrons_directory,
     move_tracker,
     new_directory,
     save,
@@ -28,7 +26,6 @@ from megatron_flashckpt.convert.readers.legacy import (
 from megatron_flashckpt.convert.writers import legacy_optimizer
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
-from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, RankModel
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
@@ -48,12 +45,9 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
             weights and optimizer, or only some layers that share a key were frozen.
         MissingStateError: the tensors of the args' model differ from those of `contents`.
     """
-    refuse_partly_frozen(contents)
+    refuse_partial_state(contents)
     models = rank_models(contents.args, _ANOTHER_FORMAT)
     tensors = by_kind(contents.tensors)
-    for tensor in tensors.get(MASTER_STATE, {}).values():
-        if torch.int16 in tensor.dtypes:
-            refuse_low_halves(f"{contents.place}: {tensor.name}")
     _refuse_another_model(contents, models, tensors)
     experts = ddp_buckets.has_experts(models)
     legacy = legacy_gpt.is_legacy_gpt(contents.args)
@@ -65,7 +59,7 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
         args.no_save_optim = True
     if not contents.rng:
         args.no_save_rng = True
-    directory = checkpoint_directory(root, contents.iteration, megatron=True)
+    directory = megatrons_directory(root, contents.iteration)
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         for model in models:
             place = fresh / rank_directory(model, contents.args)
@@ -85,12 +79,13 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
             if rng:
                 state["rng_state"] = rng
             if contents.optimizer is not None:
-                written = legacy_optimizer.of_rank(model, contents, tensors, experts=experts)
-                state["optimizer"] = written.state
-                if written.buffers is not None:
-                    save(written.buffers, place / OPTIMIZER_FILE)
+                state["optimizer"], buffers = legacy_optimizer.of_rank(
+                    model, contents, tensors, experts=experts
+                )
+                if buffers is not None:
+                    save(buffers, place / OPTIMIZER_FILE)
             save(state, place / MODEL_FILE)
-    move_tracker(root, contents.iteration, megatron=True)
+    move_tracker(root, contents.iteration)
     return directory
 
 

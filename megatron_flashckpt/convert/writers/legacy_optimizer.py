@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,20 +18,12 @@ from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankM
 _Chunks = list[tuple[int, list[LocalTensor]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class RankOptimizerFiles:
-    """Optimizer contents of one rank's files."""
-
-    state: Any
-    """`optimizer` of the rank's state dict."""
-    buffers: Any
-    """Contents of `distrib_optim.pt`; None if the rank has no such file."""
-
-
 def of_rank(
     model: RankModel, contents: Contents, tensors: dict[str, ByKey], *, experts: bool
-) -> RankOptimizerFiles:
-    """Return the state of a rank's optimizers.
+) -> tuple[Any, Any]:
+    """Return `optimizer` of a rank's state dict, and the contents of its `distrib_optim.pt`.
+
+    A rank whose optimizers do not shard parameters has no such file: None.
 
     Raises:
         MissingStateError: masters or moments are missing; the message names all.
@@ -52,7 +43,7 @@ def of_rank(
             _plain(chunks, entry, contents, tensors)
             for chunks, entry in zip(subs, saved, strict=True)
         ]
-        return RankOptimizerFiles(_listed(states), None)
+        return _listed(states), None
     if not ddp_buckets.is_early(contents.args):
         saved = [_in_order_of_use(entry, chunks) for entry, chunks in zip(saved, subs, strict=True)]
     _refuse_incomplete(contents, subs, tensors, ("exp_avg", "exp_avg_sq"))
@@ -63,7 +54,7 @@ def of_rank(
         else _buffers(model, contents.args, chunks, tensors)
         for number, chunks in enumerate(subs)
     ]
-    return RankOptimizerFiles(_listed([_without_tensors(entry) for entry in saved]), _listed(held))
+    return _listed([_without_tensors(entry) for entry in saved]), _listed(held)
 
 
 def _listed(states: list[Any]) -> Any:

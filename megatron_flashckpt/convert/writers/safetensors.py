@@ -17,7 +17,8 @@ def write_safetensors(contents: Contents, directory: Path, options: Options) -> 
     Raises:
         ConfigError: the directory is not empty and may not be replaced.
     """
-    tensors = sorted(named_regions(contents.tensors), key=lambda region: region.name)
+    regions = sorted(named_regions(contents.tensors), key=lambda region: region.name)
+    tensors = [region.stored() for region in regions]
     # If the path is a link, replace its target, not the link.
     with new_directory(directory.resolve(), overwrite=options.overwrite) as fresh:
         write_files(fresh, tensors, options.shard_nbytes)

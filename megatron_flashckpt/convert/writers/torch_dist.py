@@ -7,6 +7,7 @@ parameter), which megatron-core reads since 0.15. The plain optimizer's state ha
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import pickle
@@ -26,16 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_flashckpt.convert.common.contents import (
-    Contents,
-    GlobalTensor,
-    refuse_low_halves,
-    several_types,
-)
-from megatron_flashckpt.convert.common.frozen import refuse_partly_frozen
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, several_types
+from megatron_flashckpt.convert.common.frozen import refuse_partial_state
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.output_dir import (
-    checkpoint_directory,
+    megatrons_directory,
     move_tracker,
     new_directory,
     save,
@@ -43,7 +39,6 @@ from megatron_flashckpt.convert.common.output_dir import (
 from megatron_flashckpt.convert.readers.dcp import METADATA
 from megatron_flashckpt.convert.readers.torch_dist import COMMON, CONFIG, RESHARDABLE
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
-from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -65,13 +60,11 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
             save such a model in this format. Or masters are split between weights and optimizer,
             or only some layers that share a key were frozen.
     """
-    refuse_partly_frozen(contents)
+    refuse_partial_state(contents)
     for tensor in contents.tensors:
         if len(tensor.dtypes) > 1:
             raise several_types(tensor.name, tensor.dtypes)
-        if tensor.kind == MASTER_STATE and torch.int16 in tensor.dtypes:
-            refuse_low_halves(tensor.name)
-    directory = checkpoint_directory(root, contents.iteration, megatron=True)
+    directory = megatrons_directory(root, contents.iteration)
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         files = _Files(fresh, options.shard_nbytes)
@@ -82,7 +75,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
         files.finish()
         save(_common(contents, distributed=distributed), fresh / COMMON)
         (fresh / CONFIG).write_text(json.dumps(_FORMAT))
-    move_tracker(root, contents.iteration, megatron=True)
+    move_tracker(root, contents.iteration)
     return directory
 
 
@@ -162,8 +155,8 @@ def _objects(contents: Contents) -> Iterator[tuple[Sequence[str], Any]]:
         if path.endswith("attention.linear_proj"):
             modules.append(path.replace("linear_proj", "core_attention"))  # has no tensors
         for module in modules:
-            for place in torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)):
-                key = _unique_key(f"{module}._extra_state", tuple(place.tolist()), counts)
+            for numbers in itertools.product(*map(range, counts)):
+                key = _unique_key(f"{module}._extra_state", numbers, counts)
                 names.setdefault(key, None)
     for name, value in names.items():
         yield (name,), value
