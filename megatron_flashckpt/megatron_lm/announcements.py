@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.collectives import this_rank, world_size
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format.file_names import RELEASE, TRACKER, iteration_dir
+from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.job_flags import why_left
 from megatron_flashckpt.megatron_lm.metric_writers import wandb_is_over
@@ -31,14 +33,14 @@ def _now() -> str:
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
 def _is_last_rank() -> bool:
-    if not torch.distributed.is_initialized():
-        return True
-    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    return this_rank() == world_size() - 1
+
+
+def _place() -> str:
+    """Return this rank's place in tensor and pipeline parallelism, as Megatron writes it."""
+    place, (tensor, pipeline, _) = parallel.coordinates(), parallel.model_sizes()
+    return f"[ t {place.tp + 1}/{tensor}, p {place.pp + 1}/{pipeline} ]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +52,7 @@ class AnnouncedSave:
     productive_metrics: Any
     first_rank: bool
     last_rank: bool
-    tensor: tuple[int, int]
-    pipeline: tuple[int, int]
+    place: str
 
 
 def ask_for_memory_saves(args: Any, interval: int | None) -> None:
@@ -111,8 +112,6 @@ def announce_save(
     Args:
         pending: whether an earlier save is not committed yet.
     """
-    from megatron.core import parallel_state
-
     stock = checkpointing()
     asynchronous = getattr(args, "async_save", None)
     if asynchronous and pending:
@@ -126,21 +125,7 @@ def announce_save(
         f"[{_now()}] saving checkpoint at iteration {iteration:7d} to "
         f"{'host memory' if memory_only else root} in {FORMAT} format"
     )
-    return AnnouncedSave(
-        iteration,
-        root,
-        metrics,
-        _rank() == 0,
-        _is_last_rank(),
-        (
-            parallel_state.get_tensor_model_parallel_rank() + 1,
-            parallel_state.get_tensor_model_parallel_world_size(),
-        ),
-        (
-            parallel_state.get_pipeline_model_parallel_rank() + 1,
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        ),
-    )
+    return AnnouncedSave(iteration, root, metrics, this_rank() == 0, _is_last_rank(), _place())
 
 
 def announce_staged(args: Any, save: AnnouncedSave) -> None:
@@ -177,8 +162,7 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
     if save.first_rank:
         print(
             f"  [{_now()}] successfully saved checkpoint from iteration {save.iteration:7d} to "
-            f"{save.root} [ t {save.tensor[0]}/{save.tensor[1]}, "
-            f"p {save.pipeline[0]}/{save.pipeline[1]} ]",
+            f"{save.root} {save.place}",
             flush=True,
         )
         compact = feature("_maybe_compact_rollout_bank")
@@ -242,17 +226,10 @@ def announce_loaded(root: str, iteration: int, origin: tuple[int, str], summary:
         origin: the loaded iteration and its source (`memory` or `storage`).
         summary: bytes and time of the load, as text.
     """
-    from megatron.core import parallel_state
-
     stock = checkpointing()
     loaded, source = origin
     stock.print_rank_0(
-        f"  successfully loaded checkpoint from {root} "
-        f"[ t {parallel_state.get_tensor_model_parallel_rank() + 1}/"
-        f"{parallel_state.get_tensor_model_parallel_world_size()}, "
-        f"p {parallel_state.get_pipeline_model_parallel_rank() + 1}/"
-        f"{parallel_state.get_pipeline_model_parallel_world_size()} ] "
-        f"at iteration {iteration}"
+        f"  successfully loaded checkpoint from {root} {_place()} at iteration {iteration}"
     )
     stock.print_rank_0(f"  flashckpt: iteration {loaded} was restored from {source}: {summary}")
     wandb = feature("wandb_utils")
