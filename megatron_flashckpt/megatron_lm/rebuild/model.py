@@ -253,7 +253,7 @@ def _no_storage() -> Iterator[None]:
 
 
 def _chunk(number: int, model: Any, geometry: ModelGeometry) -> Chunk:
-    places = {id(parameter): place for parameter, place in geometry.parameters}
+    places = geometry.by_id
     parameters = tuple(
         LocalTensor(
             places[id(parameter)],
