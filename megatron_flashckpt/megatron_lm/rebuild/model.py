@@ -33,6 +33,13 @@ _NEEDED = (
     *("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "params_dtype"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
+#: Arguments that describe models other than those of `gpt`, if they are set.
+_REFUSED = (
+    *("spec", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *("experimental_attention_variant", "mtp_num_layers"),
+    *("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"),
+)
 #: Settings for a model of shapes only: no random numbers, no CUDA, no accelerating libraries.
 _ONLY_SHAPES = {
     "perform_initialization": False,
@@ -117,27 +124,9 @@ def _completed(args: Any) -> argparse.Namespace:
 
 
 def _refuse_unknown(args: argparse.Namespace, remedy: str) -> None:
-    transformer_engine = args.transformer_impl != "local"
-    unsupported = {
-        "--spec": getattr(args, "spec", None),
-        "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
-        "--hybrid-override-pattern": getattr(args, "hybrid_override_pattern", None),
-        "--heterogeneous-layers-config-path": getattr(
-            args, "heterogeneous_layers_config_path", None
-        ),
-        "--heterogeneous-layers-config-encoded-json": getattr(
-            args, "heterogeneous_layers_config_encoded_json", None
-        ),
-        "--experimental-attention-variant": getattr(args, "experimental_attention_variant", None),
-        "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
-        "--use-megatron-fsdp": getattr(args, "use_megatron_fsdp", False),
-        "--fp8-param-gather": getattr(args, "fp8_param_gather", False),
-        "--fp4-param-gather": getattr(args, "fp4_param_gather", False),
-        "--multi-latent-attention under Transformer Engine": (
-            transformer_engine and getattr(args, "multi_latent_attention", False)
-        ),
-    }
-    named = [name for name, value in unsupported.items() if value]
+    named = [f"--{name.replace('_', '-')}" for name in _REFUSED if getattr(args, name, None)]
+    if args.transformer_impl != "local" and getattr(args, "multi_latent_attention", False):
+        named.append("--multi-latent-attention under Transformer Engine")
     if named:
         raise UnsupportedError(
             f"the checkpoint's model cannot be rebuilt from its args: {', '.join(named)}; {remedy}"
