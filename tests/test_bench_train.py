@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.train import chart, figures, report, sizes, study
+from benchmarks.train.budget import Budget
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import RESUMED_STEPS, Measured, Restart, Session
 from benchmarks.train.progress import Progress
@@ -152,14 +153,32 @@ class FakeSession(Session):
         return self._measured(system)
 
 
-def series_of(session: FakeSession, rounds: int) -> Series:
-    all_systems = [NONE, OURS, OTHER]
+def new_series(budget: Budget | None = None) -> Series:
     megatron = Megatron(Path(), (), {}, Path())
-    series = Series(all_systems, {"installed": megatron}, SCHEDULE)
-    with Progress(rounds * len(all_systems)) as progress:
+    return Series([OURS, NONE, OTHER], {"installed": megatron}, SCHEDULE, budget)
+
+
+def run_rounds(series: Series, session: FakeSession, rounds: int) -> Series:
+    with Progress(3 * rounds) as progress:
         for number in range(rounds):
+            session.restarts = number == 0
             series.round(session, number, rounds, progress)
     return series
+
+
+def results_of(series: Series, rounds: int) -> dict:
+    """Return the results of a run, as its file has them."""
+    machine = {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "file_system": "ext4", "kernel": "6"}
+    return {
+        "ranks": 2,
+        "rounds": rounds,
+        "started": "today",
+        "seconds": 600,
+        "schedule": {"interval": 5, "saves": 4},
+        "machine": {**machine, "versions": {"torch": "2"}},
+        "left_out": {"DLRover": "no clone"},
+        **series.figures(),
+    }
 
 
 def saving(system: System) -> Measured:
@@ -173,7 +192,7 @@ def test_a_failed_system_is_named_and_the_others_continue() -> None:
         return saving(system)
 
     session = FakeSession(measured)
-    series = series_of(session, 2)
+    series = run_rounds(new_series(), session, 2)
     (error,) = series.errors
     assert error.startswith("another, round 1: ended with 1\n  RuntimeError: no space; left out")
     assert session.order.count("other") == 1, "the failed system is tried again"
@@ -189,7 +208,7 @@ def test_a_system_with_other_losses_has_no_figures_for_that_round() -> None:
             run.losses[24] = ["0:nan"]
         return run
 
-    series = series_of(FakeSession(measured), 1)
+    series = run_rounds(new_series(), FakeSession(measured), 1)
     (error,) = series.errors
     assert "ours, round 1: no result: trained otherwise" in error
     ours = series.figures()["systems"]["flashckpt"]
@@ -201,7 +220,7 @@ def test_skipped_saves_are_reported() -> None:
         run = run_of([5, 10, 20]) if system is OTHER else saving(system)
         return dataclasses.replace(run, saved=run.saved[:-1]) if system is OURS else run
 
-    series = series_of(FakeSession(measured), 1)
+    series = run_rounds(new_series(), FakeSession(measured), 1)
     assert series.errors == [
         "ours, round 1: left out the saves of iterations 24",
         "another, round 1: left out the saves of iterations 15",
@@ -213,19 +232,7 @@ def test_skipped_saves_are_reported() -> None:
 
 @pytest.fixture
 def results() -> dict:
-    """Return the results of a run."""
-    series = series_of(FakeSession(saving), 3)
-    machine = {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "file_system": "ext4", "kernel": "6"}
-    return {
-        "ranks": 2,
-        "rounds": 3,
-        "started": "today",
-        "seconds": 600,
-        "schedule": {"interval": 5, "saves": 4},
-        "machine": {**machine, "versions": {"torch": "2"}},
-        "left_out": {"DLRover": "no clone"},
-        **series.figures(),
-    }
+    return results_of(run_rounds(new_series(), FakeSession(saving), 3), 3)
 
 
 def test_a_chart_shows_the_measured_figures(results: dict, tmp_path: Path) -> None:
