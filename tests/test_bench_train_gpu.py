@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from benchmarks.train.job import JobError
 from benchmarks.train.measure import Measured
 from benchmarks.train.systems import HANGING, System
 from tests.support.trainer import eventually
+from tests.test_bench import run_benchmark
 from tests.test_bench_train import (
     OTHER,
     OURS,
@@ -183,19 +183,10 @@ def test_a_quick_study_has_a_row_for_ours_and_one_for_a_peer_that_hangs(tmp_path
     with tempfile.TemporaryDirectory(prefix="b") as short:
         scratch = Path(short) / "s"
         scratch.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks", "train", *arguments, "--dir", str(scratch)],
-            env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": short},
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+        printed = run_benchmark("train", *arguments, "--dir", str(scratch), TMPDIR=short)
         assert not list(scratch.iterdir())
-    assert done.returncode == 0, done.stdout + done.stderr
     (figures,) = report.read_figures(file)
-    assert figures["forked"], done.stdout
+    assert figures["forked"], printed
     systems = figures["systems"]
     assert systems["flashckpt"]["failed"] is None
     assert {*gpu.COLUMNS} <= systems["flashckpt"]["figures"].keys()
