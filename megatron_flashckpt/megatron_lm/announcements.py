@@ -1,8 +1,8 @@
 """Log lines and hooks of stock Megatron around a save and a load.
 
-These are log lines in Megatron's wording (users scrape them), one_logger, wandb, fault-tolerance
-hooks and the progress log. A hook is called if this Megatron release has it. Megatron's barriers
-are omitted, because a save does not wait for other ranks.
+These are log lines in Megatron's wording (users scrape them), one_logger, wandb, TensorBoard,
+fault-tolerance hooks and the progress log. A hook is called if this Megatron release has it.
+Megatron's barriers are omitted, because a save does not wait for other ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from megatron_flashckpt.file_format.file_names import RELEASE, TRACKER, iteratio
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.job_flags import why_left
-from megatron_flashckpt.megatron_lm.metric_writers import wandb_is_over
-from megatron_flashckpt.megatron_lm.stock import checkpointing, original
+from megatron_flashckpt.megatron_lm.stock import checkpointing, original, stock_module
 from megatron_flashckpt.metrics import report_metric
 
 FORMAT = "flashckpt"
@@ -185,7 +184,7 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
     if success is not None:
         success(save.productive_metrics, getattr(args, "async_save", None))
     wandb = feature("wandb_utils")
-    if wandb is not None and not wandb_is_over():
+    if wandb is not None and not _wandb_is_over():
         wandb.on_save_checkpoint_success(
             f"{save.root}/{iteration_dir(save.iteration)}",
             f"{save.root}/{TRACKER}",
@@ -238,3 +237,33 @@ def announce_loaded(root: str, iteration: int, origin: tuple[int, str], summary:
     monitor = feature("ft_integration")
     if monitor is not None and iteration > 0:
         monitor.on_checkpoint_loaded(is_local_chkpt=source == "memory")
+
+
+def write_scalars(scalars: dict[str, float], iteration: int) -> None:
+    """Write scalars of `iteration` to Megatron's metric writers, on the rank that has a writer.
+
+    The last rank has one if the job was started with `--tensorboard-dir` or `--wandb-project`.
+    """
+    if (tensorboard := _writer("get_tensorboard_writer")) is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+        tensorboard.flush()
+    if not _wandb_is_over() and (wandb := _writer("get_wandb_writer")) is not None:
+        # Weights & Biases drops steps before the newest one, and training has continued since
+        # the save. `curr_iteration` counts from 0 and may have been logged already, hence + 1.
+        current = getattr(checkpointing().get_args(), "curr_iteration", None)
+        wandb.log(scalars, max(iteration, 0 if current is None else current + 1))
+
+
+def _wandb_is_over() -> bool:
+    """Return whether Megatron's run of Weights & Biases has ended.
+
+    Megatron ends the run before it waits for the last save, so the last save is not logged there.
+    """
+    wandb = _writer("get_wandb_writer")
+    return wandb is not None and getattr(wandb, "run", None) is None
+
+
+def _writer(getter: str) -> Any:
+    """Return a writer; None on ranks without one and in releases without `getter`."""
+    return getattr(stock_module("global_vars"), getter, lambda: None)()

@@ -27,7 +27,7 @@ def load_pieces(
 ) -> list[LocalPiece]:
     """Return all pieces that a load must fill on this rank, duplicates included.
 
-    FP8 and FP4 weights are excluded: `requantization` makes them from their masters. Allocates
+    FP8 and FP4 weights are excluded: `quantized` makes them from their masters. Allocates
     missing optimizer state, which a save must not do.
 
     Args:
