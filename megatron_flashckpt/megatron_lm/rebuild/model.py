@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import parallel
@@ -151,7 +152,6 @@ def _fake_rank(
     args: argparse.Namespace, rank: int, world_size: int
 ) -> Iterator[tuple[int, int, int]]:
     """Make this process rank `rank`; yield its `(tp, pp, ep)`. No communication."""
-    from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # init_process_group replaces the hook by one that prints the rank
@@ -181,8 +181,6 @@ def _fake_rank(
 
 def _group_numbers() -> tuple[int, int]:
     """Return Megatron's numbers of this rank's data-parallel groups: dense, expert."""
-    from megatron.core import parallel_state
-
     dense = dist.get_rank(parallel_state.get_model_parallel_group())
     if not hasattr(parallel_state, "get_expert_tensor_model_pipeline_parallel_group"):
         # before core 0.9
