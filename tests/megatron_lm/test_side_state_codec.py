@@ -10,7 +10,6 @@ import io
 import os
 import pathlib
 import pickle
-import random
 import sys
 import types
 
@@ -190,11 +189,6 @@ def test_long_lists_of_numbers_are_restored_with_their_types(numbers):
     assert restored == numbers
     assert type(restored) is type(numbers)
     assert [type(item) for item in restored] == [type(item) for item in numbers]
-
-
-def test_the_state_of_pythons_generator_is_restored():
-    state = random.Random(3).getstate()
-    assert typed(round_trip(state)) == typed(state)
 
 
 def test_the_state_of_numpys_generator_is_restored():
@@ -562,6 +556,7 @@ MEMBERS = [
     (f"{__name__}:Colour.RED", "RED"),
     (f"{__name__}:Opaque", "RED"),
     (f"{__name__}:os.system", "x"),
+    (f"{__name__}:round_trip.<locals>.Local", "A"),
     ("os:system", "x"),
     ("no.such.module:Colour", "RED"),
     *(("", ""), (":", ""), ("__main__:", "")),
@@ -581,13 +576,6 @@ MEMBERS = [
 )
 def test_a_value_that_this_process_cannot_restore_is_left_out(tree):
     assert side_state_codec.decode(saved({"a": tree, "b": 2}), PLACE) == {"b": 2}
-
-
-def test_an_enum_made_inside_a_function_is_left_out():
-    class Local(enum.Enum):
-        A = 1
-
-    assert lossy_round_trip({"e": Local.A, "b": 2}) == {"b": 2}
 
 
 def test_an_enum_is_left_out_unless_its_module_is_imported(tmp_path, monkeypatch):
