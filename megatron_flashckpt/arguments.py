@@ -73,17 +73,8 @@ def _shown(args: Any) -> set[tuple[str, str]]:
     return {(name, repr(value)) for name, value in vars(args).items() if name != "iteration"}
 
 
-def common_state(root: str, step: int | None) -> dict[str, Any] | None:
-    """Return the common state of the checkpoint to resume from; None if it is not one of ours.
-
-    Raises:
-        FlashCkptError: as for `load_args_from_checkpoint`.
-    """
-    source = _source(root, step)
-    return None if source is None else source.state()
-
-
 def _source(root: str, step: int | None) -> _Source | None:
+    """Return the checkpoint to resume from; None if it is not one of ours."""
     from megatron_flashckpt.load import node_leader
 
     attempt = node_leader.read_once(

@@ -109,21 +109,6 @@ def gather_named(named: Iterable[int]) -> tuple[list[int], bool]:
     return askers, is_any
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """Return the `value` of rank `source`. Collective."""
-    if not dist.is_initialized():
-        return value
-    is_source = dist.get_rank() == source
-    own = pickle.dumps(value) if is_source else b""
-    head = _broadcast(_head(own, _HEAD_NBYTES), source)
-    length = _length(head)
-    if length <= _HEAD_NBYTES - _LENGTH_NBYTES:
-        body = head[_LENGTH_NBYTES:]
-    else:
-        body = _broadcast_by_parts(own if is_source else bytes(length), source)
-    return value if is_source else pickle.loads(body[:length])
-
-
 def exchange_blobs(lengths: Sequence[int], own: Mapping[int, bytes], group: Group = None) -> bytes:
     """Return the concatenation of all blobs, each contributed by one rank. Collective.
 
@@ -160,14 +145,6 @@ def _gathered_by_parts(own: bytes, lengths: list[int], group: Group) -> list[mem
     return [memoryview(body) for body in bodies]
 
 
-def _broadcast_by_parts(own: bytes, source: int) -> memoryview:
-    """Return the bytes of rank `source`; `own` has the same length on every rank. Collective."""
-    body = bytearray()
-    for start in range(0, len(own), PART_NBYTES):
-        body += _broadcast(own[start : start + PART_NBYTES], source)
-    return memoryview(body)
-
-
 def _head(encoded: bytes, nbytes: int) -> bytes:
     """Return the length of `encoded`, and `encoded` itself if both fit into `nbytes` bytes."""
     room = nbytes - _LENGTH_NBYTES
@@ -196,13 +173,6 @@ def _gather_single(received: torch.Tensor, sent: torch.Tensor, group: Group) -> 
     getattr(dist, name)(received, sent, group=group)
 
 
-def _broadcast(own: bytes, source: int) -> memoryview:
-    sent = _on_device(own, None)
-    dist.broadcast(sent, src=source)
-    received: memoryview = sent.cpu().numpy().data
-    return received
-
-
 def _on_device(encoded: bytes, group: Group) -> torch.Tensor:
     return torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device_of(group))
 
@@ -214,35 +184,22 @@ def device_of(group: Group) -> str:
 
 def reduce_int(value: int, how: Literal["sum", "max"], group: Group = None) -> int:
     """Return the sum or the maximum of one value per rank of `group`, below 2**63. Collective."""
-    if not dist.is_initialized():
-        return value
-    reduced = torch.tensor([value], dtype=torch.int64, device=device_of(group))
-    op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
-    dist.all_reduce(reduced, op, group)
-    return int(reduced.item())
+    return _reduced([value], dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group)[0]
 
 
 def reduce_largest(values: Sequence[int], group: Group = None) -> list[int]:
     """Return the elementwise maximum over the ranks of `group`, within 64 bits. Collective."""
+    return _reduced(values, dist.ReduceOp.MAX, group)
+
+
+def _reduced(values: Sequence[int], op: Any, group: Group) -> list[int]:
+    numbers = list(map(int, values))
     if not dist.is_initialized():
-        return list(values)
-    reduced = torch.tensor(list(map(int, values)), dtype=torch.int64, device=device_of(group))
-    dist.all_reduce(reduced, dist.ReduceOp.MAX, group)
-    largest: list[int] = reduced.cpu().tolist()
-    return largest
-
-
-def reduce_flags(flags: Sequence[bool], group: Group = None) -> list[bool]:
-    """Return for each flag whether it is set on any rank of `group`. Collective.
-
-    Args:
-        flags: equally many on every rank.
-    """
-    if not dist.is_initialized() or not flags:
-        return list(flags)
-    reduced = _on_device(bytes(flags), group)
-    dist.all_reduce(reduced, dist.ReduceOp.MAX, group)
-    return [bool(flag) for flag in reduced.cpu().tolist()]
+        return numbers
+    reduced = torch.tensor(numbers, dtype=torch.int64, device=device_of(group))
+    dist.all_reduce(reduced, op, group)
+    result: list[int] = reduced.tolist()
+    return result
 
 
 def run_and_agree(work: Callable[[], _T], group: Group = None) -> _T:
@@ -262,7 +219,7 @@ def run_and_agree(work: Callable[[], _T], group: Group = None) -> _T:
     return tried.value  # type: ignore[return-value]
 
 
-def run_and_gather(work: Callable[[], tuple[_T, _S]], group: Group = None) -> tuple[_T, list[_S]]:
+def run_and_gather(work: Callable[[], tuple[_T, _S]]) -> tuple[_T, list[_S]]:
     """Run `work()`, which returns (local, shared), on all ranks and gather the results. Collective.
 
     Returns this rank's `local` and every rank's `shared`, in rank order. Raises as `run_and_agree`
@@ -270,18 +227,15 @@ def run_and_gather(work: Callable[[], tuple[_T, _S]], group: Group = None) -> tu
     """
     tried = attempt(work)
     local, shared = (None, None) if tried.value is None else tried.value
-    results = gather_objects((shared, tried.report), group)
+    results = gather_objects((shared, tried.report))
     raise_agreed([report for _, report in results], tried.error)
     return local, [values for values, _ in results]  # type: ignore[return-value]
 
 
 def run_on_rank_0(work: Callable[[], _T]) -> _T:
     """Run `work()` on rank 0; return its result, or raise its error, on all ranks. Collective."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    tried: Attempt[_T] = attempt(work) if is_first else Attempt(None, None)
-    value, report = broadcast_object((tried.value, tried.report))
-    raise_agreed([report], tried.error)
-    return value  # type: ignore[no-any-return]
+    _, results = run_and_gather(lambda: (None, work() if this_rank() == 0 else None))
+    return results[0]  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,32 +11,8 @@ from typing import SupportsFloat
 
 logger = logging.getLogger(__name__)
 
-
-class Metrics:
-    """Values reported since the last durable save, by name."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-
-    def report(self, name: str, value: SupportsFloat) -> None:
-        number = float(value)
-        if math.isfinite(number):
-            self._values[name] = number
-        else:
-            # NaN and infinity cannot be ranked. A diverging model must not stop training here.
-            self._values.pop(name, None)
-            logger.warning("metric '%s' is %s, so it was not recorded", name, number)
-
-    def current(self) -> dict[str, float]:
-        return dict(self._values)
-
-    def clear(self) -> None:
-        """Remove all values, because later reports are of another model."""
-        self._values.clear()
-
-
-#: Metrics of this process.
-reported = Metrics()
+#: Finite values reported since the last durable save, by name.
+reported: dict[str, float] = {}
 
 
 def report_metric(name: str, value: SupportsFloat) -> None:
@@ -49,4 +25,10 @@ def report_metric(name: str, value: SupportsFloat) -> None:
     Args:
         value: a number, or a tensor with one number; a value that is not finite is not recorded.
     """
-    reported.report(name, value)
+    number = float(value)
+    if math.isfinite(number):
+        reported[name] = number
+    else:
+        # NaN and infinity cannot be ranked. A diverging model must not stop training here.
+        reported.pop(name, None)
+        logger.warning("metric '%s' is %s, so it was not recorded", name, number)

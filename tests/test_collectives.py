@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_flashckpt import collectives
 from megatron_flashckpt.collectives import (
-    broadcast_object,
     exchange_blobs,
     gather_objects,
     run_and_agree,
@@ -58,30 +58,28 @@ ERRORS: dict[str, dict[int, Exception]] = {
 }
 
 
-#: Bytes that a gather or a broadcast may hold in the memory of the process group's device.
+#: Bytes that a collective may hold in the memory of the process group's device.
 BOUND = 3 * 4096
 
 
 def largest_collective(call: Callable[[], Any]) -> int:
     """Return the most bytes that one collective of `call()` held, sent and received together."""
     held = [0]
-    all_gather, broadcast = getattr(dist, GATHER), dist.broadcast
+    all_gather, all_reduce = getattr(dist, GATHER), dist.all_reduce
 
     def noted_gather(received: torch.Tensor, sent: torch.Tensor, **kwargs: Any) -> None:
         held.append(received.nbytes)
         all_gather(received, sent, **kwargs)
 
-    def noted_broadcast(sent: torch.Tensor, **kwargs: Any) -> None:
-        held.append(sent.nbytes)
-        broadcast(sent, **kwargs)
+    def noted_reduce(reduced: torch.Tensor, *args: Any) -> None:
+        held.append(reduced.nbytes)
+        all_reduce(reduced, *args)
 
-    setattr(dist, GATHER, noted_gather)
-    dist.broadcast = noted_broadcast
-    try:
+    with (
+        mock.patch.object(dist, GATHER, noted_gather),
+        mock.patch.object(dist, "all_reduce", noted_reduce),
+    ):
         call()
-    finally:
-        setattr(dist, GATHER, all_gather)
-        dist.broadcast = broadcast
     return max(held)
 
 
@@ -93,19 +91,10 @@ def blobs_of(number: int) -> dict[int, bytes]:
 def exchanged(rank: int, number: int) -> tuple[bool, int]:
     """Return whether `number` blobs arrive, and the number of collectives that they take."""
     blobs = blobs_of(number)
-    all_reduce, calls = dist.all_reduce, [0]
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        all_reduce(*args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
-        own = {n: blob for n, blob in blobs.items() if n % RANKS == rank}
+    own = {n: blob for n, blob in blobs.items() if n % RANKS == rank}
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
         received = exchange_blobs([len(blob) for blob in blobs.values()], own)
-    finally:
-        dist.all_reduce = all_reduce
-    return received == b"".join(blobs.values()), sum(calls)
+    return received == b"".join(blobs.values()), reduce.call_count
 
 
 def rank_main(rank: int, directory: str) -> None:
@@ -123,17 +112,17 @@ def rank_main(rank: int, directory: str) -> None:
         gathered_lengths = [
             len(gathered_object) for gathered_object in gather_objects(b"x" * (length + rank))
         ]
-        sent = [len(broadcast_object(b"x" * (length + rank), source)) for source in range(RANKS)]
-        results[str(length)] = [gathered_lengths, sent]
+        of_first = run_on_rank_0(lambda length=length: b"x" * length)
+        results[str(length)] = [gathered_lengths, len(of_first)]
     results["blobs"] = [exchanged(rank, number) for number in range(2, 9)]
     collectives.PART_NBYTES = BOUND
     results["blobs in parts"] = exchanged(rank, 8)
     contents = [bytes([source]) * (100_000 * source) for source in range(RANKS)]
     results["parts"] = [
         gather_objects(contents[rank]) == contents,
-        broadcast_object(contents[rank], 2) == contents[2],
+        run_on_rank_0(lambda: contents[2]) == contents[2],
         largest_collective(lambda: gather_objects(contents[rank])),
-        largest_collective(lambda: broadcast_object(contents[rank], 2)),
+        largest_collective(lambda: run_on_rank_0(lambda: contents[2])),
     ]
     for name, failing in ERRORS.items():
         work = failing_on(failing, rank)
@@ -159,7 +148,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_objects_of_any_length_arrive_from_every_rank(results: list[dict], length: int) -> None:
     lengths = [length + rank for rank in range(RANKS)]
-    assert [result[str(length)] for result in results] == [[lengths, lengths]] * RANKS
+    assert [result[str(length)] for result in results] == [[lengths, length]] * RANKS
 
 
 def test_large_objects_are_sent_in_parts_of_bounded_size(results: list[dict]) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from megatron_flashckpt.agent_config import MOST
 from megatron_flashckpt.config import (
     FILE_VARIABLE,
     Best,
@@ -156,28 +157,39 @@ def test_a_plain_value_for_a_section_is_refused(write, text):
         load_config(write(text), {"FLASHCKPT_AGENT__GRACE_S": "1"})
 
 
+COUNT = "a whole number of at least 1"
+SHARE = f"first, share or {COUNT}"
+
+
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "allowed"),
     [
-        *(("slots", text) for text in ("two", "2.5", "2.0", "true", "null", "[2]")),
-        ("staging", "Deferred"),
-        ("busy", "7"),
-        ("restore_from_memory", "1"),
-        ("restore_from_memory", "'true'"),
-        ("drain_timeout_s", "1h"),
-        ("runtime_dir", "7"),
-        ("agent.grace_s", "never"),
-        ("replicated.weight", "last"),
-        ("replicated.optimizer", "1.5"),
+        *(("slots", text, COUNT) for text in ("two", "2.5", "2.0", "true", "null", "[2]")),
+        ("read_threads", "many", f"{COUNT} or null"),
+        ("staging", "Deferred", "blocking or deferred"),
+        ("busy", "7", "skip or wait"),
+        ("redundancy", "raid", "copy, none or xor"),
+        ("restore_from_memory", "1", "true or false"),
+        ("restore_from_memory", "'true'", "true or false"),
+        ("drain_timeout_s", "1h", "a number of at least 0"),
+        ("drain_timeout_s", "null", "a number of at least 0"),
+        ("runtime_dir", "7", "text or null"),
+        ("agent.grace_s", "never", "a number of at least 0"),
+        ("agent.environment", "[1]", "a list of texts"),
+        ("replicated.weight", "last", SHARE),
+        ("replicated.optimizer", "1.5", SHARE),
+        ("retention.best", "lowest", "a section (fields: metric, keep, mode) or null"),
     ],
 )
-def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, text):
+def test_a_value_of_a_wrong_type_is_refused_with_the_allowed_ones(write, name, text, allowed):
     variable = "FLASHCKPT_" + name.upper().replace(".", "__")
-    with pytest.raises(ConfigError, match=rf"{variable}: {name} must be .*, got .*; see configs/"):
+    value = msgspec.json.encode(msgspec.yaml.decode(text)).decode()
+    sentence = re.escape(f"{name} must be {allowed}, got {value}; see configs/")
+    with pytest.raises(ConfigError, match=f"{variable}: {sentence}"):
         load_config(environ={variable: text})
     section, _, field = name.rpartition(".")
     path = write(f"{section}:\n  {field}: {text}" if section else f"{field}: {text}")
-    with pytest.raises(ConfigError, match=rf"{path}: {name} must be .*, got "):
+    with pytest.raises(ConfigError, match=f"{path}: {sentence}"):
         load_config(path, {})
 
 
@@ -211,25 +223,6 @@ def test_the_minimum_is_accepted_and_a_lower_value_is_refused(name, below, least
     for section in sections:
         value = getattr(value, section)
     assert getattr(value, field) == float(least)
-
-
-@pytest.mark.parametrize(
-    ("text", "allowed"),
-    [
-        ("redundancy: raid", 'copy, none or xor, got "raid"'),
-        ("slots: many", 'a whole number of at least 1, got "many"'),
-        ("read_threads: many", 'a whole number of at least 1 or null, got "many"'),
-        ("drain_timeout_s: null", "a number of at least 0, got null"),
-        ("pinned: 1", "true or false, got 1"),
-        ("runtime_dir: 7", "text or null, got 7"),
-        ("replicated: {weight: last}", "first, share or a whole number of at least 1, got"),
-        ("agent: {environment: [1]}", "a list of texts, got [1]"),
-        ("retention: {best: lowest}", "a section (fields: metric, keep, mode) or null, got"),
-    ],
-)
-def test_a_wrong_value_is_refused_with_the_allowed_ones(write, text, allowed):
-    with pytest.raises(ConfigError, match=f" must be {re.escape(allowed)}"):
-        load_config(write(text), {})
 
 
 def test_all_wrong_values_are_named_at_once(write):
@@ -267,7 +260,7 @@ def _numbers(kind: inspect.Type, key: str = "") -> dict[str, inspect.IntType | i
 def test_every_number_has_bounds():
     numbers = _numbers(inspect.type_info(Config))
     assert {"slots", "retention.best.keep", "agent.grace_s"} <= set(numbers)
-    unbounded = {name for name, kind in numbers.items() if kind.ge is None or kind.le is None}
+    unbounded = {name for name, kind in numbers.items() if kind.ge is None or kind.le != MOST}
     assert unbounded == {"agent.cpus"}, "`cpu_list` checks the form of this setting"
 
 
@@ -362,22 +355,10 @@ def test_a_rule_that_makes_no_sense_is_refused(write, text, message):
         load_config(write(f"retention: {text}"), {})
 
 
-def _floats(struct: type[msgspec.Struct], prefix: str = "") -> list[str]:
-    """Return the settings that may hold a float."""
-    names = []
-    for field in msgspec.structs.fields(struct):
-        if isinstance(field.default, msgspec.Struct):
-            names += _floats(type(field.default), f"{prefix}{field.name}.")
-        elif "float" in str(field.type):
-            names.append(prefix + field.name)
-    return names
-
-
-@pytest.mark.parametrize("name", _floats(Config))
 @pytest.mark.parametrize("value", [".inf", ".nan", "1.0e+10"])
-def test_a_number_without_a_practical_bound_is_refused(name, value):
-    variable = "FLASHCKPT_" + name.upper().replace(".", "__")
-    last = name.rpartition(".")[2]
-    with pytest.raises(ConfigError, match=rf"{variable}: .*{last} must be at most 1000000000, got"):
+def test_a_number_without_a_practical_bound_is_refused(value):
+    variable = "FLASHCKPT_DRAIN_TIMEOUT_S"
+    message = rf"{variable}: drain_timeout_s must be at most 1000000000, got"
+    with pytest.raises(ConfigError, match=message):
         load_config(environ={variable: value})
     assert load_config(environ={variable: "1.0e+9"})

@@ -7,6 +7,7 @@ which allows the name.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -31,18 +32,6 @@ register_allowed_target_prefix(__name__)
 _TRAIN_STATE = "bridge_train_state"
 
 
-class _HostMemory:
-    """The answer to Bridge's question for a local checkpoint."""
-
-    def find_latest(self) -> int:
-        """Return an iteration, so that Bridge calls `load` in every start.
-
-        Only `load`, which all ranks call, finds out whether host memory holds a checkpoint. A fresh
-        start needs it, too: it checks that the job can be saved, and prepares the first save.
-        """
-        return 0
-
-
 class FlashCheckpointManager:
     """Bridge's `CheckpointManager` on a `Checkpointer`; all ranks call the same methods.
 
@@ -59,7 +48,11 @@ class FlashCheckpointManager:
         self.checkpointing_context: dict[str, Any] = {}
         """Read by Bridge's `setup`."""
         if checkpoint_config.load is not None:
-            self.checkpointing_context["local_checkpoint_manager"] = _HostMemory()
+            # Bridge calls `load` if this names an iteration. Only `load`, which all ranks call,
+            # finds out whether host memory holds a checkpoint. A fresh start needs it, too: it
+            # checks that the job can be saved, and prepares the first save.
+            local = types.SimpleNamespace(find_latest=lambda: 0)
+            self.checkpointing_context["local_checkpoint_manager"] = local
 
     def save(self, ctx: Any, callback_manager: Any) -> None:
         """Stage a checkpoint, and return when training may continue.

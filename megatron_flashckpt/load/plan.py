@@ -16,7 +16,7 @@ from megatron_flashckpt.collectives import (
     ErrorReport,
     attempt,
     raise_agreed,
-    reduce_flags,
+    reduce_largest,
     run_and_gather,
     shorten_list,
     this_rank,
@@ -373,7 +373,7 @@ def _wholly_unexpected(
     if not any(finding.sees_unexpected for finding in findings):
         return set()
     names = sorted(job.types)
-    expected = reduce_flags([planner.expects(name, planned.names) for name in names])
+    expected = reduce_largest([planner.expects(name, planned.names) for name in names])
     unexpected = itertools.compress(names, (not is_expected for is_expected in expected))
     return {f"{kind}/{key}" for kind, key in unexpected}
 

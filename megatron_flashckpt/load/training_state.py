@@ -11,7 +11,7 @@ from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
+from megatron_flashckpt.megatron_lm.quantized import fill_from_masters
 
 
 def takes_weights_only(policy: LoadPolicy, loaded: LoadedCheckpoint) -> bool:

@@ -26,8 +26,11 @@ from megatron_flashckpt.megatron_lm.optimizer_state import (
     OptimizerEntry,
     keeps_masters,
 )
-from megatron_flashckpt.megatron_lm.quantized import is_known_to_megatron, is_quantized
-from megatron_flashckpt.megatron_lm.requantization import quantizes_masters
+from megatron_flashckpt.megatron_lm.quantized import (
+    is_known_to_megatron,
+    is_quantized,
+    quantizes_masters,
+)
 from megatron_flashckpt.megatron_lm.size_estimate import future_states
 
 #: Attributes that are read from each class of optimizer; one name of each tuple must exist.

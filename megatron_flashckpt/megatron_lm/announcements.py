@@ -1,8 +1,8 @@
 """Log lines and hooks of stock Megatron around a save and a load.
 
-These are log lines in Megatron's wording (users scrape them), one_logger, wandb, fault-tolerance
-hooks and the progress log. A hook is called if this Megatron release has it. Megatron's barriers
-are omitted, because a save does not wait for other ranks.
+These are log lines in Megatron's wording (users scrape them), one_logger, wandb, TensorBoard,
+fault-tolerance hooks and the progress log. A hook is called if this Megatron release has it.
+Megatron's barriers are omitted, because a save does not wait for other ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.collectives import this_rank, world_size
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format.file_names import RELEASE, TRACKER, iteration_dir
+from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.job_flags import why_left
-from megatron_flashckpt.megatron_lm.metric_writers import wandb_is_over
-from megatron_flashckpt.megatron_lm.stock import checkpointing, original
+from megatron_flashckpt.megatron_lm.stock import checkpointing, original, stock_module
 from megatron_flashckpt.metrics import report_metric
 
 FORMAT = "flashckpt"
@@ -31,14 +32,14 @@ def _now() -> str:
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
 def _is_last_rank() -> bool:
-    if not torch.distributed.is_initialized():
-        return True
-    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    return this_rank() == world_size() - 1
+
+
+def _place() -> str:
+    """Return this rank's place in tensor and pipeline parallelism, as Megatron writes it."""
+    place, (tensor, pipeline, _) = parallel.coordinates(), parallel.model_sizes()
+    return f"[ t {place.tp + 1}/{tensor}, p {place.pp + 1}/{pipeline} ]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,7 @@ class AnnouncedSave:
     productive_metrics: Any
     first_rank: bool
     last_rank: bool
-    tensor: tuple[int, int]
-    pipeline: tuple[int, int]
+    place: str
 
 
 def ask_for_memory_saves(args: Any, interval: int | None) -> None:
@@ -111,8 +111,6 @@ def announce_save(
     Args:
         pending: whether an earlier save is not committed yet.
     """
-    from megatron.core import parallel_state
-
     stock = checkpointing()
     asynchronous = getattr(args, "async_save", None)
     if asynchronous and pending:
@@ -126,21 +124,7 @@ def announce_save(
         f"[{_now()}] saving checkpoint at iteration {iteration:7d} to "
         f"{'host memory' if memory_only else root} in {FORMAT} format"
     )
-    return AnnouncedSave(
-        iteration,
-        root,
-        metrics,
-        _rank() == 0,
-        _is_last_rank(),
-        (
-            parallel_state.get_tensor_model_parallel_rank() + 1,
-            parallel_state.get_tensor_model_parallel_world_size(),
-        ),
-        (
-            parallel_state.get_pipeline_model_parallel_rank() + 1,
-            parallel_state.get_pipeline_model_parallel_world_size(),
-        ),
-    )
+    return AnnouncedSave(iteration, root, metrics, this_rank() == 0, _is_last_rank(), _place())
 
 
 def announce_staged(args: Any, save: AnnouncedSave) -> None:
@@ -177,8 +161,7 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
     if save.first_rank:
         print(
             f"  [{_now()}] successfully saved checkpoint from iteration {save.iteration:7d} to "
-            f"{save.root} [ t {save.tensor[0]}/{save.tensor[1]}, "
-            f"p {save.pipeline[0]}/{save.pipeline[1]} ]",
+            f"{save.root} {save.place}",
             flush=True,
         )
         compact = feature("_maybe_compact_rollout_bank")
@@ -201,7 +184,7 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
     if success is not None:
         success(save.productive_metrics, getattr(args, "async_save", None))
     wandb = feature("wandb_utils")
-    if wandb is not None and not wandb_is_over():
+    if wandb is not None and not _wandb_is_over():
         wandb.on_save_checkpoint_success(
             f"{save.root}/{iteration_dir(save.iteration)}",
             f"{save.root}/{TRACKER}",
@@ -242,17 +225,10 @@ def announce_loaded(root: str, iteration: int, origin: tuple[int, str], summary:
         origin: the loaded iteration and its source (`memory` or `storage`).
         summary: bytes and time of the load, as text.
     """
-    from megatron.core import parallel_state
-
     stock = checkpointing()
     loaded, source = origin
     stock.print_rank_0(
-        f"  successfully loaded checkpoint from {root} "
-        f"[ t {parallel_state.get_tensor_model_parallel_rank() + 1}/"
-        f"{parallel_state.get_tensor_model_parallel_world_size()}, "
-        f"p {parallel_state.get_pipeline_model_parallel_rank() + 1}/"
-        f"{parallel_state.get_pipeline_model_parallel_world_size()} ] "
-        f"at iteration {iteration}"
+        f"  successfully loaded checkpoint from {root} {_place()} at iteration {iteration}"
     )
     stock.print_rank_0(f"  flashckpt: iteration {loaded} was restored from {source}: {summary}")
     wandb = feature("wandb_utils")
@@ -261,3 +237,33 @@ def announce_loaded(root: str, iteration: int, origin: tuple[int, str], summary:
     monitor = feature("ft_integration")
     if monitor is not None and iteration > 0:
         monitor.on_checkpoint_loaded(is_local_chkpt=source == "memory")
+
+
+def write_scalars(scalars: dict[str, float], iteration: int) -> None:
+    """Write scalars of `iteration` to Megatron's metric writers, on the rank that has a writer.
+
+    The last rank has one if the job was started with `--tensorboard-dir` or `--wandb-project`.
+    """
+    if (tensorboard := _writer("get_tensorboard_writer")) is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, iteration)
+        tensorboard.flush()
+    if not _wandb_is_over() and (wandb := _writer("get_wandb_writer")) is not None:
+        # Weights & Biases drops steps before the newest one, and training has continued since
+        # the save. `curr_iteration` counts from 0 and may have been logged already, hence + 1.
+        current = getattr(checkpointing().get_args(), "curr_iteration", None)
+        wandb.log(scalars, max(iteration, 0 if current is None else current + 1))
+
+
+def _wandb_is_over() -> bool:
+    """Return whether Megatron's run of Weights & Biases has ended.
+
+    Megatron ends the run before it waits for the last save, so the last save is not logged there.
+    """
+    wandb = _writer("get_wandb_writer")
+    return wandb is not None and getattr(wandb, "run", None) is None
+
+
+def _writer(getter: str) -> Any:
+    """Return a writer; None on ranks without one and in releases without `getter`."""
+    return getattr(stock_module("global_vars"), getter, lambda: None)()

@@ -62,18 +62,15 @@ def cut(
     Args:
         tensor: the elements of this range.
     """
-    parts = geometry.parts(kind, tensor.dtype, start, end)
     flattened = flat(tensor)
-    if len(parts) == 1 and parts[0].end - parts[0].start == flattened.numel():  # nearly always
-        return [LocalPiece(parts[0].piece, flattened, early, geometry.resizable)]
     return [
         LocalPiece(
             part.piece,
-            flattened[part.start - start : part.end - start],
+            section(flattened, part.start - start, part.end - start),
             early,
             geometry.resizable,
         )
-        for part in parts
+        for part in geometry.parts(kind, tensor.dtype, start, end)
     ]
 
 

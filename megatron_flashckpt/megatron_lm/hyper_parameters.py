@@ -18,7 +18,6 @@ from megatron_flashckpt.megatron_lm.cpu_offload import (
     groups_below,
     is_offloading,
 )
-from megatron_flashckpt.megatron_lm.group_parameters import held_keys
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.optimizer_state import sub_optimizers
 from megatron_flashckpt.megatron_lm.param_groups import (
@@ -63,7 +62,7 @@ def hyper_parameters(optimizer: Any, geometry: ModelGeometry | None = None) -> S
             "grad_scaler": scaler.state_dict() if scaler else None,
         }
         if geometry is not None:
-            for group, keys in zip(entry["param_groups"], held_keys(sub, geometry), strict=True):
+            for group, keys in zip(entry["param_groups"], geometry.held_keys(sub), strict=True):
                 group[HELD] = keys
         has_parameters = any(group["params"] for group in inner.param_groups)
         if has_parameters and all(_step_of(entry, g) is None for g in entry["param_groups"]):
@@ -261,7 +260,7 @@ def _matches(
     """Return `(inner optimizer, its group, saved match)` for every group of this job."""
     subs = sub_optimizers(optimizer)
     pairs = [(sub.optimizer, group) for sub in subs for group in sub.optimizer.param_groups]
-    held = () if geometry is None else [keys for sub in subs for keys in held_keys(sub, geometry)]
+    held = () if geometry is None else [keys for sub in subs for keys in geometry.held_keys(sub)]
     saved_matches = matches([group for _, group in pairs], saved, held)
     return [(*pair, match) for pair, match in zip(pairs, saved_matches, strict=True)]
 

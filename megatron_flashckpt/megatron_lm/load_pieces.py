@@ -27,7 +27,7 @@ def load_pieces(
 ) -> list[LocalPiece]:
     """Return all pieces that a load must fill on this rank, duplicates included.
 
-    FP8 and FP4 weights are excluded: `requantization` makes them from their masters. Allocates
+    FP8 and FP4 weights are excluded: `quantized` makes them from their masters. Allocates
     missing optimizer state, which a save must not do.
 
     Args:
@@ -37,10 +37,9 @@ def load_pieces(
         dtype_of: returns the stored type of a kind of state for given pieces, or None; parameters
             of one family may have states of several types.
     """
-    geometry_of = {id(parameter): geo for parameter, geo in geometry.parameters}
     pieces: list[LocalPiece] = []
     for entry in optimizer_state.entries(optimizer):
-        geo = geometry_of[id(entry.parameter)]
+        geo = geometry.by_id[id(entry.parameter)]
         masters = [
             local.piece for local in geo.parts(MASTER, torch.float32, entry.start, entry.end)
         ]
@@ -68,10 +67,9 @@ def state_types(
     Args:
         stored: types of the states in the checkpoint, by key and kind.
     """
-    geometry_of = {id(parameter): geo for parameter, geo in geometry.parameters}
     types: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
     for entry in optimizer_state.entries(optimizer):
-        for run in geometry_of[id(entry.parameter)].runs:
+        for run in geometry.by_id[id(entry.parameter)].runs:
             types[entry.family].update(stored.get(run.key, {}))
     return dict(types)
 
@@ -82,9 +80,8 @@ def refuse_unfillable(geometry: ModelGeometry, chunks: list[Any], optimizer: Any
     Raises:
         UnsupportedError: names the tensor.
     """
-    geometry_of = {id(parameter): geo for parameter, geo in geometry.parameters}
     for entry in optimizer_state.entries(optimizer):
-        refuse_shared_elements(geometry_of[id(entry.parameter)].name, entry.owned)
+        refuse_shared_elements(geometry.by_id[id(entry.parameter)].name, entry.owned)
     for parameter, geo in geometry.parameters:
         refuse_shared_elements(geo.name, parameter)
     for geo, tensor in geometry.buffer_tensors(chunks):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import operator
 import weakref
 from collections import defaultdict
@@ -28,7 +29,7 @@ from megatron_flashckpt.layout.copies import CopyPlace
 from megatron_flashckpt.layout.piece import UNUSED
 from megatron_flashckpt.megatron_lm import legacy_geometry, parallel
 from megatron_flashckpt.megatron_lm.compat import takes
-from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
+from megatron_flashckpt.megatron_lm.optimizer_state import group_members, is_expert
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
 from megatron_flashckpt.megatron_lm.sharded_runs import leaves, runs_of
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
@@ -63,7 +64,7 @@ class ModelGeometry:
     keys_of_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], list[list[str]]]] = (
         dataclasses.field(default_factory=weakref.WeakKeyDictionary)
     )
-    """Cached results of `group_parameters.held_keys`, by optimizer."""
+    """Cached results of `held_keys`, by optimizer."""
     repeats: weakref.WeakKeyDictionary[Any, Any] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -80,9 +81,9 @@ class ModelGeometry:
         return dataclasses.replace(geometry, runs=(*geometry.runs, *alias.runs))
 
     @functools.cached_property
-    def ids(self) -> frozenset[int]:
-        """Ids of `parameters`."""
-        return frozenset(id(parameter) for parameter, _ in self.parameters)
+    def by_id(self) -> dict[int, Geometry]:
+        """The geometry of each parameter, by its id."""
+        return {id(parameter): geo for parameter, geo in self.parameters}
 
     @functools.cached_property
     def quantized_keys(self) -> frozenset[str]:
@@ -94,6 +95,28 @@ class ModelGeometry:
         """Keys of the global tensors for which this rank has a frozen parameter."""
         frozen = (geo for parameter, geo in self.parameters if not parameter.requires_grad)
         return frozenset(run.key for geo in frozen for run in geo.runs)
+
+    def held_keys(self, sub: Any) -> list[list[str]]:
+        """Return, by param group, the global keys of the parameters that this rank steps.
+
+        A parameter counts even if this rank steps only a part of it. All layers share a key, so a
+        group has few keys, independent of the model's size.
+
+        Args:
+            sub: one of `optimizer_state.sub_optimizers`.
+        """
+        members = list(group_members(sub))
+        signature = tuple(map(len, itertools.chain(*members)))
+        known = self.keys_of_groups.get(sub)
+        if known is None or known[0] != signature:
+            stepped = [map(id, itertools.chain(*group)) for group in members]
+            held = [
+                sorted({self.by_id[key].runs[0].key for key in group if key in self.by_id})
+                for group in stepped
+            ]
+            # A later save walks over all parameters again only if the groups have changed.
+            known = self.keys_of_groups[sub] = (signature, held)
+        return known[1]
 
     def buffer_tensors(self, chunks: list[Any]) -> list[tuple[Geometry, torch.Tensor]]:
         """Return the live buffers of `chunks`, each with its geometry.

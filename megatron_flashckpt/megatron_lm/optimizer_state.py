@@ -9,7 +9,7 @@ because it is wrong for groups that mix fp32 and 16-bit parameters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -201,6 +201,21 @@ def assigned_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the torch optimizers that step the tensors."""
     return [sub.optimizer for sub in sub_optimizers(optimizer)]
+
+
+def group_members(sub: Any) -> Iterator[tuple[Sequence[torch.nn.Parameter], ...]]:
+    """Yield the model's parameters of each param group of `sub`, as one list or two.
+
+    Args:
+        sub: one of `sub_optimizers`.
+    """
+    if isinstance(sub, DistributedOptimizer):
+        yield from zip(sub.model_float16_groups, sub.model_fp32_groups, strict=True)
+    elif isinstance(sub, Float16OptimizerWithFloat16Params):
+        yield from zip(sub.float16_groups, sub.fp32_from_fp32_groups, strict=True)
+    else:
+        for group in sub.optimizer.param_groups:
+            yield (group["params"],)
 
 
 def entries(optimizer: Any) -> Iterator[OptimizerEntry]:

@@ -18,16 +18,6 @@ def data_parallel() -> tuple[int, int]:
     )
 
 
-def tensor_parallel_group() -> Any:
-    """Return the group of the ranks that share each layer's tensors."""
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def pipeline_parallel_group() -> Any:
-    """Return the group of the ranks that hold the stages of one pipeline."""
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
 def tensor_ranks() -> int:
     """Return the number of ranks that may hold copies of one tensor, of experts or other layers."""
     ranks: int = parallel_state.get_tensor_model_parallel_world_size()

@@ -7,6 +7,7 @@ every checkpoint without a message.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core import package_info
@@ -47,10 +48,11 @@ def check(job: JobState, state: ModelState) -> None:
     lines = (
         job.differences()
         or _converted(chunks)
-        or _geometry_problems(state, chunks) + unaccounted(chunks, optimizer)
-        or _quantized_problems(chunks, optimizer)
+        or _refusal_of(lambda: state.geometry(chunks)) + unaccounted(chunks, optimizer)
+        or _with_remedy(unquantizable(chunks, optimizer), QUANTIZED_REMEDY)
         or of_derived(state, chunks, optimizer)
-        or _tensor_problems(state, chunks, optimizer)
+        or _refusal_of(lambda: state.owned(state.geometry(chunks), chunks, optimizer))
+        or _refusal_of(lambda: refuse_unfillable(state.geometry(chunks), chunks, optimizer))
     )
     if lines:
         raise refusal(lines)
@@ -79,13 +81,11 @@ def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str
     shared = "FP8 or FP4 weights of the same name in other layers"
     reason = "'weights: derive'" if state.derives_all else shared
     lines = underivable(chunks, optimizer, derivable, reason)
-    remedy = DERIVED_REMEDY if state.derives_all else QUANTIZED_REMEDY
+    return _with_remedy(lines, DERIVED_REMEDY if state.derives_all else QUANTIZED_REMEDY)
+
+
+def _with_remedy(lines: list[str], remedy: str) -> list[str]:
     return [*lines, remedy] if lines else []
-
-
-def _quantized_problems(chunks: list[Any], optimizer: Any) -> list[str]:
-    lines = unquantizable(chunks, optimizer)
-    return [*lines, QUANTIZED_REMEDY] if lines else []
 
 
 def _converted(chunks: list[Any]) -> list[str]:
@@ -96,18 +96,10 @@ def _converted(chunks: list[Any]) -> list[str]:
     return ["ModelOpt has converted the model (for quantization, pruning or distillation)"]
 
 
-def _geometry_problems(state: ModelState, chunks: list[Any]) -> list[str]:
+def _refusal_of(attempt: Callable[[], object]) -> list[str]:
+    """Return the message with which `attempt` refuses the job, as one line."""
     try:
-        state.geometry(chunks)
-    except FlashCkptError as error:
-        return [str(error)]
-    return []
-
-
-def _tensor_problems(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
-    try:
-        state.owned(state.geometry(chunks), chunks, optimizer)
-        refuse_unfillable(state.geometry(chunks), chunks, optimizer)
+        attempt()
     except FlashCkptError as error:
         return [str(error)]
     return []

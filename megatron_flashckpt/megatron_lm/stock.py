@@ -12,13 +12,16 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+from megatron.core import parallel_state
+
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.old_releases import TRAINING_PACKAGES, training_package
-from megatron_flashckpt.megatron_lm.stock_arguments import refuse_unknown
 
 
 def stock_module(name: str) -> ModuleType:
@@ -151,6 +154,71 @@ LOAD_REQUIRED = ("optimizer", "opt_param_scheduler", "load_arg", "strict")
 LOAD_ARGUMENTS = (*LOAD_REQUIRED, "skip_load_to_model_and_opt")
 
 
+#: These control how Megatron writes its own formats and finds its local checkpoints.
+_NOT_NEEDED = frozenset(
+    {"checkpointing_context", "preprocess_common_state_dict_fn", "ft_client", "terminate"}
+)
+
+
+def _refuse_unknown(function: str, named: dict[str, Any], used: Collection[str]) -> None:
+    """Raise if an argument outside `used` matters and differs from its default.
+
+    A request of a newer Megatron must not be ignored silently.
+
+    Args:
+        named: the arguments by name, with or without defaults.
+        used: names of the parameters that the shim acts on.
+
+    Raises:
+        UnsupportedError: names all such arguments.
+    """
+    unknown = []
+    parameters = _signature_of(original("checkpointing", function)).parameters
+    for name, value in named.items():
+        if name in used or name in _NOT_NEEDED or _is_default(value, parameters[name]):
+            continue
+        own = _OWN_GROUPS.get(name)
+        if own is None or not _is_same_group(value, own()):
+            unknown.append(f"{name}={_shown(value)}")
+    if unknown:
+        raise UnsupportedError(
+            f"{function} was called with {', '.join(unknown)}, which this release of "
+            "megatron_flashckpt does not know how to follow; leave it at its default, or keep "
+            "Megatron's own checkpointing for this call"
+        )
+
+
+#: Since core 0.16 callers may pass process groups; the job's own groups are accepted.
+_OWN_GROUPS: dict[str, Callable[[], Any]] = {
+    "tp_group": parallel_state.get_tensor_model_parallel_group,
+    "pp_group": parallel_state.get_pipeline_model_parallel_group,
+    "dp_cp_group": parallel.data_parallel_group,
+    "dp_group": lambda: parallel.data_parallel_group(with_context_parallel=False),
+    "expt_dp_group": parallel.expert_data_parallel_group,
+}
+
+
+def _is_same_group(one: Any, other: Any) -> bool:
+    return one is other or (
+        isinstance(one, dist.ProcessGroup)
+        and dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+    )
+
+
+def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
+    if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        return not value
+    # Not `==` alone: comparing tensors returns a tensor.
+    return value is parameter.default or (
+        isinstance(value, str | int | float) and bool(value == parameter.default)
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
 @dataclasses.dataclass(frozen=True)
 class SaveCall:
     """Arguments of `save_checkpoint` under names that are independent of the release."""
@@ -172,10 +240,9 @@ class SaveCall:
             TypeError: this release of Megatron does not have an argument.
             UnsupportedError: an argument that the shim does not know is not at its default.
         """
-        stock = original("checkpointing", "save_checkpoint")
-        named = bind(stock, args, kwargs)
+        named = bind(original("checkpointing", "save_checkpoint"), args, kwargs)
         if not named.get("release", False):
-            refuse_unknown("save_checkpoint", inspect.signature(stock), named, SAVE_ARGUMENTS)
+            _refuse_unknown("save_checkpoint", named, SAVE_ARGUMENTS)
         return cls(
             iteration=int(named["iteration"]),
             model=named["model"] if isinstance(named["model"], list) else [named["model"]],
@@ -208,7 +275,7 @@ class LoadCall:
         first = next(iter(inspect.signature(stock).parameters))
         renamed = {"model": first, "ddp_model": first}
         named = bind(stock, args, {renamed.get(key, key): value for key, value in kwargs.items()})
-        refuse_unknown("load_checkpoint", inspect.signature(stock), named, {first, *LOAD_ARGUMENTS})
+        _refuse_unknown("load_checkpoint", named, {first, *LOAD_ARGUMENTS})
         model = named[first]
         return cls(
             model=model if isinstance(model, list) else [model],

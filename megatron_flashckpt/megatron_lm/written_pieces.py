@@ -68,17 +68,12 @@ class PieceCollector:
         self._share = functools.cache(share)  # Megatron's answers are slow
         self._streams: dict[Share, list[ReplicatedTensor]] = defaultdict(list)
 
-    @functools.cached_property
-    def _geometry_of(self) -> dict[int, Geometry]:
-        """Geometry by id of a parameter. Unused if all optimizers repeat an earlier enumeration."""
-        return {id(parameter): geo for parameter, geo in self._geometry.parameters}
-
     def own_parts(self, entries: Iterable[OptimizerEntry]) -> list[WrittenEntry]:
         """Return the parts of sharded parameters that this rank writes.
 
         Replicated tensors are added to streams, for `shares`.
         """
-        geometry_of, tensors_of = self._geometry_of, self._tensors_of
+        geometry_of, tensors_of = self._geometry.by_id, self._tensors_of
         written: list[WrittenEntry] = []
         for entry in entries:
             geo = geometry_of.get(id(entry.parameter))
@@ -109,7 +104,7 @@ class PieceCollector:
         `requires_grad` does not identify such parameters: they may have been frozen later.
         """
         sharded = set(map(id, optimizer_state.sharded(optimizer)))
-        if sharded.issuperset(self._geometry.ids):
+        if sharded.issuperset(self._geometry.by_id):
             return
         for parameter, geo in self._geometry.parameters:
             if id(parameter) in sharded:

@@ -10,7 +10,7 @@ from megatron_flashckpt.agent.alive import Admission
 from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.history import PastStart
 from megatron_flashckpt.catalog.lineage import Facts, Save
-from megatron_flashckpt.collectives import broadcast_object, reduce_int, run_on_rank_0
+from megatron_flashckpt.collectives import reduce_int, run_on_rank_0
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError
 from megatron_flashckpt.file_format.file_names import run_number
@@ -74,7 +74,7 @@ class RunOpener:
     def agree(self) -> str:
         """Return an id of this start of the job, chosen by rank 0 in the first call."""
         if self._start_id is None:
-            self._start_id = broadcast_object(_new_id())
+            self._start_id = run_on_rank_0(_new_id)
         return self._start_id
 
     def open(

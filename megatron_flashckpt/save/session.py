@@ -20,7 +20,6 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.megatron_lm import announcements
-from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
 from megatron_flashckpt.megatron_lm.stock import get_args
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.open_checkpointer import OpenCheckpointer, reports_on
@@ -55,7 +54,7 @@ class _MegatronSaves(OpenCheckpointer):
         return is_due and self.reports.last_requested != iteration
 
     def announce(self, outcome: Outcome, own: Recorder | None, failures: int) -> None:
-        write_scalars(lambda: _scalars(outcome, own, failures), outcome.iteration)
+        announcements.write_scalars(_scalars(outcome, own, failures), outcome.iteration)
         save = None if outcome.kept else self.announced.pop(outcome.iteration, None)
         if save is not None and outcome.error is None:
             announcements.announce_committed(get_args(), save)

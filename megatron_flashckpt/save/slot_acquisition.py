@@ -126,6 +126,6 @@ class SlotAcquisition:
                 description={**versions(), **request.job.description},
                 retain_interval=request.job.retain_interval,
                 retention=self._config.retention,
-                metrics=reported.current(),
+                metrics=reported,
             )
         )

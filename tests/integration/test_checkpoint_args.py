@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt import arguments
-from megatron_flashckpt.arguments import common_state
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, StorageError
 from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.load import node_leader
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.support.megatron_jobs import Result, run_job, succeeded, truncated_copy
+from tests.support.megatron_jobs import Result, common_state, run_job, succeeded, truncated_copy
 from tests.support.trainer import eventually
 
 LAYERS = 2

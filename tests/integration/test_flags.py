@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flashckpt.arguments import common_state
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import UNUSED
 from tests.integration.flag_runs import (
@@ -30,7 +29,7 @@ from tests.integration.flag_runs import (
     resumed,
     run_jobs,
 )
-from tests.support.megatron_jobs import assemble, committed, tensors
+from tests.support.megatron_jobs import assemble, committed, common_state, tensors
 
 #: Multi-token prediction with tied embeddings.
 _MTP = f"{TORCH} --num-layers 2 --mtp-num-layers 1 --position-embedding-type rope"

@@ -13,7 +13,7 @@ from megatron.training import checkpointing
 
 from megatron_flashckpt.megatron_lm.announcements import AnnouncedSave, announce_committed
 
-SAVE = AnnouncedSave(6, "/save", None, True, False, (1, 1), (1, 1))
+SAVE = AnnouncedSave(6, "/save", None, True, False, "[ t 1/1, p 1/1 ]")
 OTHER_RANK = dataclasses.replace(SAVE, first_rank=False)
 
 

@@ -18,7 +18,6 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
-from megatron_flashckpt.megatron_lm import hyper_parameters as hyper_module
 from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.megatron_lm.hyper_parameters import (
     check,
@@ -123,17 +122,6 @@ def make(request: pytest.FixtureRequest) -> Any:
 
 
 # ---------------------------------------------------------------------- other layouts
-
-
-def test_the_same_layout_restores_its_hyper_parameters(make) -> None:
-    def fresh(lr: float) -> list[Group]:
-        return [group(1.0, lr=lr, parameters=2), group(0.0, lr=lr / 2)]
-
-    saved = hyper_parameters(wrapped(stepped(make(fresh(0.5)))))
-    inner = make(fresh(0.125))
-    load_hyper_parameters(wrapped(inner), saved)
-    assert rates(inner) == [0.5, 0.25]
-    assert steps_of(inner) == [[5, 5], [5]]
 
 
 def test_two_chained_optimizers_are_loaded_into_one(make) -> None:
@@ -615,22 +603,6 @@ def test_a_missing_group_without_parameters_is_accepted(make) -> None:
     check(wrapped(inner), saved)
     load_hyper_parameters(wrapped(inner), saved)
     assert rates(inner) == [0.5, 0.125]
-
-
-def test_new_learning_rates_match_a_group_if_the_match_is_unique(
-    make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Since core 0.19 `max_lr` and `min_lr` belong to the identity of a group."""
-    monkeypatch.setattr(hyper_module, "IDENTIFIERS", (*hyper_module.IDENTIFIERS, "max_lr"))
-    saved = hyper_parameters(wrapped(stepped(make([{**group(1.0, lr=0.5), "max_lr": 0.5}]))))
-    inner = make([{**group(1.0), "max_lr": 0.25}])
-    check(wrapped(inner), saved)
-    load_hyper_parameters(wrapped(inner), saved)
-    assert rates(inner) == [0.5]
-    assert inner.param_groups[0]["max_lr"] == 0.25
-    two = [{**group(1.0), "max_lr": 0.5}, {**group(1.0), "max_lr": 0.75}]
-    with pytest.raises(MissingStateError):
-        check(wrapped(inner), hyper_parameters(wrapped(stepped(make(two)))))
 
 
 def test_every_optimizer_with_a_scaler_restores_the_loss_scale(make) -> None:

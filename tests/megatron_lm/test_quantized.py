@@ -101,21 +101,18 @@ def test_weights_without_a_sharded_master_are_refused_before_the_first_step(case
 
 @pytest.mark.usefixtures("known")
 def test_a_load_without_the_optimizer_is_refused() -> None:
+    def load(job: Job, optimizer: Any) -> None:
+        request = LoadRequest(ModelState(Replicated()), [job], optimizer, LoadPolicy())
+        refuse_missing_masters(request, "/save/iter_0000003")
+
     job = quantized_job()
     text = (
         f"/save/iter_0000003: {WITHOUT_MASTER}. A load derives such weights from their masters, so "
     )
     with pytest.raises(UnsupportedError, match=re.escape(text)):
-        refuse_missing_masters(
-            LoadRequest(ModelState(Replicated()), [job], None, LoadPolicy()), "/save/iter_0000003"
-        )
-    refuse_missing_masters(
-        LoadRequest(ModelState(Replicated()), [job], sharding(job), LoadPolicy()),
-        "/save/iter_0000003",
-    )
-    refuse_missing_masters(
-        LoadRequest(ModelState(Replicated()), [Job()], None, LoadPolicy()), "/save/iter_0000003"
-    )
+        load(job, None)
+    load(job, sharding(job))
+    load(Job(), None)
 
 
 @pytest.mark.usefixtures("known")

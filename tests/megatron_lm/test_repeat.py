@@ -23,6 +23,7 @@ from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
+from tests.megatron_lm.test_model_state import moment_come, moment_gone, moments_swapped
 
 #: Elements of each parameter that this rank owns: a range across both halves of a fused tensor, a
 #: whole parameter, and ranges of a parameter that another rank writes and of a copy of a fourth.
@@ -148,11 +149,6 @@ def transposed(job: Job) -> None:
     job.fused.data = torch.randn(6, 4).bfloat16().t()
 
 
-def moments_swapped(job: Job) -> None:
-    state = job.states(0)
-    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
-
-
 def moment_replaced(job: Job) -> None:
     job.states(0)["exp_avg"] = torch.randn(17)
 
@@ -169,17 +165,9 @@ def moment_with_gradients(job: Job) -> None:
     job.states(0)["exp_avg"].requires_grad_()
 
 
-def moment_gone(job: Job) -> None:
-    del job.states(1)["exp_avg_sq"]
-
-
 def moment_let_go(job: Job) -> None:
     """Free a state but keep its name, as some optimizers do."""
     job.states(1)["exp_avg"] = None  # type: ignore[assignment]
-
-
-def moment_come(job: Job) -> None:
-    job.states(1)["max_exp_avg_sq"] = torch.randn(5)
 
 
 def master_replaced(job: Job) -> None:
@@ -205,7 +193,7 @@ def weights_lag(job: Job) -> None:
         master.add_(1)
 
 
-CHANGES: list[Callable[[Job], None]] = [nothing, in_place, in_other_memory, norm_stepped]
+CHANGES: list[Callable[[Any], None]] = [nothing, in_place, in_other_memory, norm_stepped]
 CHANGES += [transposed, moments_swapped, moment_replaced, moment_of_another_type]
 CHANGES += [moment_of_two_axes, moment_with_gradients, moment_gone, moment_let_go, moment_come]
 CHANGES += [master_replaced, tables_made_anew, parameter_replaced, weights_lag]

@@ -18,6 +18,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from megatron_flashckpt import arguments
 from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.layout.copies import split
@@ -276,6 +277,12 @@ def differing(
         if not equal:
             unequal.append(name)
     return unequal
+
+
+def common_state(save: str, step: int | None) -> dict | None:
+    """Return the state from which a job takes its arguments."""
+    source = arguments._source(save, step)
+    return None if source is None else source.state()
 
 
 def side_state(tensor: torch.Tensor) -> dict:

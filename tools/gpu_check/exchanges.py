@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.collectives import broadcast_object, gather_objects, reduce_int
+from megatron_flashckpt.collectives import gather_objects, reduce_int, run_on_rank_0
 from megatron_flashckpt.load.all_to_all import Stream, transfer
 from tools.gpu_check.report import Report
 
@@ -22,10 +22,9 @@ def report_collectives(report: Report, name: str, nbytes: int) -> None:
         gathered = gather_objects({"rank": rank, "bytes": bytes([rank]) * numel})
         right = [{"rank": other, "bytes": bytes([other]) * numel} for other in range(size)]
         report.must(f"{name}: objects of {numel} bytes are gathered", gathered == right)
-        sent = b"x" * numel if rank == 0 else None
+        received_object = run_on_rank_0(lambda numel=numel: b"x" * numel)
         report.must(
-            f"{name}: an object of {numel} bytes is broadcast",
-            broadcast_object(sent) == b"x" * numel,
+            f"{name}: an object of {numel} bytes is broadcast", received_object == b"x" * numel
         )
     sums = (reduce_int(2**40 + rank, "sum"), reduce_int(rank, "max"))
     right_sums = (size * 2**40 + size * (size - 1) // 2, size - 1)

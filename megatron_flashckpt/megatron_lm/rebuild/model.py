@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import parallel
@@ -32,6 +33,13 @@ from megatron_flashckpt.megatron_lm.stock import stock_module
 _NEEDED = (
     *("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "params_dtype"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+)
+#: Arguments that describe models other than those of `gpt`, if they are set.
+_REFUSED = (
+    *("spec", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *("experimental_attention_variant", "mtp_num_layers"),
+    *("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"),
 )
 #: Settings for a model of shapes only: no random numbers, no CUDA, no accelerating libraries.
 _ONLY_SHAPES = {
@@ -117,27 +125,9 @@ def _completed(args: Any) -> argparse.Namespace:
 
 
 def _refuse_unknown(args: argparse.Namespace, remedy: str) -> None:
-    transformer_engine = args.transformer_impl != "local"
-    unsupported = {
-        "--spec": getattr(args, "spec", None),
-        "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
-        "--hybrid-override-pattern": getattr(args, "hybrid_override_pattern", None),
-        "--heterogeneous-layers-config-path": getattr(
-            args, "heterogeneous_layers_config_path", None
-        ),
-        "--heterogeneous-layers-config-encoded-json": getattr(
-            args, "heterogeneous_layers_config_encoded_json", None
-        ),
-        "--experimental-attention-variant": getattr(args, "experimental_attention_variant", None),
-        "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
-        "--use-megatron-fsdp": getattr(args, "use_megatron_fsdp", False),
-        "--fp8-param-gather": getattr(args, "fp8_param_gather", False),
-        "--fp4-param-gather": getattr(args, "fp4_param_gather", False),
-        "--multi-latent-attention under Transformer Engine": (
-            transformer_engine and getattr(args, "multi_latent_attention", False)
-        ),
-    }
-    named = [name for name, value in unsupported.items() if value]
+    named = [f"--{name.replace('_', '-')}" for name in _REFUSED if getattr(args, name, None)]
+    if args.transformer_impl != "local" and getattr(args, "multi_latent_attention", False):
+        named.append("--multi-latent-attention under Transformer Engine")
     if named:
         raise UnsupportedError(
             f"the checkpoint's model cannot be rebuilt from its args: {', '.join(named)}; {remedy}"
@@ -162,7 +152,6 @@ def _fake_rank(
     args: argparse.Namespace, rank: int, world_size: int
 ) -> Iterator[tuple[int, int, int]]:
     """Make this process rank `rank`; yield its `(tp, pp, ep)`. No communication."""
-    from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # init_process_group replaces the hook by one that prints the rank
@@ -192,8 +181,6 @@ def _fake_rank(
 
 def _group_numbers() -> tuple[int, int]:
     """Return Megatron's numbers of this rank's data-parallel groups: dense, expert."""
-    from megatron.core import parallel_state
-
     dense = dist.get_rank(parallel_state.get_model_parallel_group())
     if not hasattr(parallel_state, "get_expert_tensor_model_pipeline_parallel_group"):
         # before core 0.9
@@ -253,7 +240,7 @@ def _no_storage() -> Iterator[None]:
 
 
 def _chunk(number: int, model: Any, geometry: ModelGeometry) -> Chunk:
-    places = {id(parameter): place for parameter, place in geometry.parameters}
+    places = geometry.by_id
     parameters = tuple(
         LocalTensor(
             places[id(parameter)],
