@@ -91,11 +91,11 @@ def test_only_rank_0_says_once_that_a_save_waits_for_a_slot(
 ) -> None:
     for rank in range(3):
         answers = iter([-1, -1, -1, 1])
-        client = SimpleNamespace(acquire=lambda *_: next(answers))  # noqa: B023
+        client = SimpleNamespace(acquire=lambda: next(answers))  # noqa: B023
         link: Any = SimpleNamespace(client=lambda: client)  # noqa: B023
         saves: Any = SimpleNamespace(poll=list, put_back=lambda outcomes: None)
         slots = SlotAcquisition("/ckpt", rank, 3, Config(), link, saves)
-        assert slots._granted(8, "id8", may_skip=False) == 1
+        assert slots._granted(8, may_skip=False) == 1
     assert capsys.readouterr().out == (
         "  flashckpt: iteration 8 waits for a free slot, because earlier saves are still being "
         "written\n"
