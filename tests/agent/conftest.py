@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +19,7 @@ from tests.support.trainer import (
     TrainerProcess,
     agents_under,
     config_of,
-    eventually,
-    is_alive,
+    kill_agent,
 )
 from tests.tiers import only_first
 
@@ -79,8 +76,7 @@ class Node:
             trainer.hang_up()
         for pid in self.agents():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
+                kill_agent(pid)
 
 
 @pytest.fixture

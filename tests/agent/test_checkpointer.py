@@ -16,11 +16,8 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError, UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import decode_failure
-from megatron_flashckpt.save.save_reports import SaveReports
-from megatron_flashckpt.save.session import Session, _MegatronSaves
-from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node
-from tests.support.rank_job import NUMEL, Job
+from tests.support.rank_job import NUMEL, session_of
 from tests.support.trainer import blocked_shard, eventually
 
 
@@ -201,16 +198,6 @@ def test_a_state_that_all_ranks_skip_for_a_busy_one_is_saved_by_a_later_call(
     others[:] = [0]
     assert job.save(2) is None
     job.assert_stored(root, 2)
-
-
-def session_of(job: Job, config: Config) -> tuple[Session, SaveReports]:
-    """Return the session of a process that has this checkpointer only, and its reports."""
-    session, root = Session(config), job.checkpointer.root
-    reports = SaveReports(root, 0)
-    startup = Startup(job.checkpointer, session.note_nodes)
-    session._open[root] = _MegatronSaves(job.checkpointer, reports, startup)
-    session._reports[root] = reports
-    return session, reports
 
 
 @pytest.mark.parametrize("has_agent", [True, False])

@@ -21,7 +21,14 @@ from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
 from tests.support.processes import MIB, memory_nbytes, open_files
 from tests.support.stored import read_rank, stored
-from tests.support.trainer import FakeTrainer, blocked_shard, eventually, new_save_id, run_after
+from tests.support.trainer import (
+    FakeTrainer,
+    blocked_shard,
+    eventually,
+    new_save_id,
+    run_after,
+    save_all,
+)
 
 
 def slabs(agent: int) -> list[int]:
@@ -52,18 +59,10 @@ def crash(trainers: list[FakeTrainer]) -> None:
         trainer.hang_up()
 
 
-def committed(trainers: list[FakeTrainer], iteration: int) -> None:
-    save_id = new_save_id()
-    for trainer in trainers:
-        trainer.stage(iteration, save_id)
-    for trainer in trainers:
-        assert trainer.outcome().error is None
-
-
 def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root: Path) -> None:
     first = started(node, root, range(4), numel=2 * MIB)
     agent = first[0].client.agent_pid
-    committed(first, 1)
+    assert not any(save_all(first, 1))
     crash(first)
     before = memory_nbytes(agent, "RssShmem")
     assert before > 4 * 6 * 2 * MIB, "the agent has read one slot of each rank"
@@ -91,7 +90,7 @@ def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_disconnects
 ) -> None:
     first = started(node, root, range(2))
     agent = first[0].client.agent_pid
-    committed(first, 1)
+    assert not any(save_all(first, 1))
     first[0].hang_up()
     second = started(node, root, range(1))
     begin(second)
@@ -105,7 +104,7 @@ def test_ranks_of_one_run_may_join_in_separate_groups(node: Node, root: Path) ->
     """Two containers of one machine start such groups."""
     first = started(node, root, range(3))
     agent = first[0].client.agent_pid
-    committed(first, 1)
+    assert not any(save_all(first, 1))
     crash(first)
     second = started(node, root, range(2))
     for trainer in second:

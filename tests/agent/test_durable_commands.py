@@ -19,10 +19,11 @@ from megatron_flashckpt.agent.settings import settings_of
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.stored import stored
-from tests.support.trainer import FakeTrainer, eventually, is_alive
+from tests.support.trainer import FakeTrainer, eventually, is_alive, kill_agent
 
 
 def start(node: Node, root: Path, command: str | None, **more: object) -> FakeTrainer:
@@ -82,9 +83,7 @@ def test_a_killed_agent_s_command_runs_again_and_its_checkpoint_stays(
     first = start(node, root, command, retention=rules)
     assert first.save(10).error is None
     eventually("the command", lambda: lines(begun) == ["10"])
-    agent = first.client.agent_pid
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
+    kill_agent(first.client.agent_pid)
     assert marks(root) == ["iter_0000010"]
     first.hang_up()
     again = node.trainer(root, config=node.config(on_durable=command), retention=rules)
@@ -120,19 +119,24 @@ def test_a_command_does_not_delay_the_write_of_what_only_memory_holds(
     assert not marks(root)
 
 
-def test_prune_forgets_no_command(node: Node, root: Path) -> None:
+def killed_in_command(node: Node, root: Path) -> RunObject:
+    """Return the run of a job that was killed with its agent in the command of iteration 10."""
     trainer = start(node, root, "sleep 1000")
     assert trainer.save(10).error is None
-    agent = trainer.client.agent_pid
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
+    eventually("the mark", lambda: marks(root))
+    kill_agent(trainer.client.agent_pid)
     trainer.hang_up()
     assert trainer.run is not None
+    return trainer.run
+
+
+def test_prune_forgets_no_command(node: Node, root: Path) -> None:
+    run = killed_in_command(node, root)
     save = CommittedSave(
         store=PosixStore(root),
         iteration=10,
-        save_id=save_name(trainer.run.name, 1),
-        history=History(trainer.run.name, trainer.run.ancestors),
+        save_id=save_name(run.name, 1),
+        history=History(run.name, run.ancestors),
         rules=Retention(latest=1),
         retain_interval=None,
         previous=None,
@@ -160,22 +164,10 @@ def test_a_second_sigterm_ends_the_command_and_keeps_its_mark(
     assert marks(root) == ["iter_0000010"]
 
 
-def test_a_run_without_the_command_forgets_the_marks_of_former_ones(
-    node: Node, root: Path, tmp_path: Path
-) -> None:
-    ran = tmp_path / "ran"
-    first = start(node, root, "sleep 1000")
-    assert first.save(10).error is None
-    eventually("the mark", lambda: marks(root))
-    agent = first.client.agent_pid
-    os.kill(agent, signal.SIGKILL)
-    eventually("the end of the agent", lambda: not is_alive(agent))
-    first.hang_up()
-    again = node.trainer(root)
-    assert first.run is not None
-    again.open_run(Save(10, save_name(first.run.name, 1)), first.run.ancestors)
+def test_a_run_without_the_command_forgets_the_marks_of_former_ones(node: Node, root: Path) -> None:
+    run = killed_in_command(node, root)
+    node.trainer(root).open_run(Save(10, save_name(run.name, 1)), run.ancestors)
     eventually("no mark", lambda: not marks(root))
-    assert not ran.exists()
     assert stored(root, 10).manifest.iteration == 10
 
 

@@ -219,18 +219,11 @@ def test_an_agent_serves_trainers_of_another_container(
         "--wait", agent__start_timeout_s=str(PATIENCE_S), container=container
     ).communicate(timeout=PATIENCE_S)
     assert out == f"an agent serves {root}\n"
-    trained = subprocess.run(
-        [
-            *(*container, sys.executable, "-m", "tests.support.trainer", "--stop", "committed"),
-            *("--root", str(root), "--runtime-dir", str(node.runtime_dir), "--iterations", "1"),
-            *("--rank", "0", "--world-size", "1", "--save-id", new_save_id()),
-        ],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
+    other = node.process(
+        root, iterations=[1], save_id=new_save_id(), stop="committed", inside=container
     )
-    assert trained.returncode == 0, trained.stderr
+    other.stopped()
+    other.kill()
     trainer = node.trainer(root)
     assert [offer.iteration for offer in trainer.take()] == [1], (
         "the slot of a killed trainer is offered"

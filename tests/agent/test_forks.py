@@ -22,19 +22,15 @@ import pytest
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.launch import _run
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
 from megatron_flashckpt.save import session as session_module
-from megatron_flashckpt.save.checkpointer import Checkpointer
-from megatron_flashckpt.save.save_reports import SaveReports
-from megatron_flashckpt.save.session import Session, _MegatronSaves
-from megatron_flashckpt.save.startup import Startup
+from megatron_flashckpt.save.session import Session
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.support.processes import slabs_of, sockets_of
-from tests.support.rank_job import Job
-from tests.support.trainer import PATIENCE_S, blocked_shard
+from tests.support.rank_job import Job, session_of
+from tests.support.trainer import PATIENCE_S
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -55,28 +51,20 @@ def in_child(work: Callable[[], Any]) -> Any:
     return json.loads(output)
 
 
-class Descriptors:
-    """Descriptors that tie a trainer to its node: the agent's socket, and the slab."""
-
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        client, slab = checkpointer.link.current, checkpointer.link._slab
-        assert client is not None
-        assert slab is not None
-        self.socket = os.readlink(f"/proc/self/fd/{client._sock.fileno()}")
-        self.inode = os.fstat(slab.fd).st_ino
-
-    def kept_by(self, pid: int | str) -> list[int | str]:
-        """Return the descriptors and mappings through which a process keeps any part of the tie."""
-        slabs = [inode for inode in slabs_of(pid) if inode == self.inode]
-        return [*slabs, *(link for link in sockets_of(pid) if link == self.socket)]
-
-
 def test_a_child_keeps_neither_slab_nor_connection(job: Job, root: Path) -> None:
     assert job.save(1) is None
-    tie = Descriptors(job.checkpointer)
-    assert len(tie.kept_by("self")) == 3, "descriptor, mapping, socket"
-    assert in_child(lambda: tie.kept_by("self")) == []
-    assert len(tie.kept_by("self")) == 3
+    client, slab = job.checkpointer.link.current, job.checkpointer.link._slab
+    socket = os.readlink(f"/proc/self/fd/{client._sock.fileno()}")
+    inode = os.fstat(slab.fd).st_ino
+
+    def kept() -> list[int | str]:
+        """Return the descriptors and mappings that tie this process to its node."""
+        of_slab = [number for number in slabs_of("self") if number == inode]
+        return [*of_slab, *(link for link in sockets_of("self") if link == socket)]
+
+    assert len(kept()) == 3, "descriptor, mapping, socket"
+    assert in_child(kept) == []
+    assert len(kept()) == 3
     assert job.save(2) is None
     job.assert_stored(root, 2)
 
@@ -146,45 +134,11 @@ def test_a_fork_waits_until_a_descriptor_is_registered() -> None:
 
 
 @pytest.fixture
-def session(job: Job, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+def session(job: Job, monkeypatch: pytest.MonkeyPatch) -> Session:
     """The session of this process with one checkpointer, set up as for the launcher."""
-    made = Session(Config())
-    startup = Startup(job.checkpointer, made.note_nodes)
-    made._open[str(root)] = _MegatronSaves(job.checkpointer, SaveReports(str(root), 0), startup)
+    made, _ = session_of(job, Config())
     monkeypatch.setattr(session_module, "session", made)
     return made
-
-
-@pytest.mark.parametrize("way", ["launcher", "handler", "session"])
-def test_a_child_that_exits_does_not_end_the_saves_of_its_parent(
-    job: Job, session: Session, root: Path, tmp_path: Path, way: str
-) -> None:
-    """A child process ends by `sys.exit` while a save of its parent is pending."""
-    script = tmp_path / "script.py"
-    script.write_text("import sys\nsys.exit(0)\n")
-    agent = job.checkpointer.link.client().agent_pid
-
-    def end() -> bool:
-        if way == "launcher":
-            _run(str(script))
-        elif way == "handler":
-            session.at_exit()
-        else:
-            session.finalize(blocking=False)
-            assert session.end()
-        return True
-
-    with blocked_shard(root, 1, 0, job.save_id(1)) as unblock:
-        job.checkpointer.save(job.request(1))
-        job.checkpointer.link.stager.wait()
-        assert in_child(end)
-        assert job.checkpointer.pending
-        unblock()
-        (outcome,) = job.checkpointer.wait()
-    assert outcome.error is None
-    assert job.checkpointer.link.client().agent_pid == agent
-    assert job.save(2) is None
-    job.assert_stored(root, 2)
 
 
 def test_a_child_may_step_while_its_parent_still_copies() -> None:

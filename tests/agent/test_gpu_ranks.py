@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import torch
 
-from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost
@@ -26,9 +25,8 @@ from megatron_flashckpt.tracing import LOOP, SAVE, Recorder
 from tests.agent.conftest import Node
 from tests.simulated_gpu import Node as GpuNode
 from tests.simulated_gpu import simulated_gpus
-from tests.support.mapped import times_mapped
+from tests.support.processes import times_mapped
 from tests.support.rank_job import Job
-from tests.support.stored import stored
 from tests.support.trainer import PATIENCE_S, eventually
 
 
@@ -50,13 +48,6 @@ class GpuJob(Job):
     def values(self) -> list[torch.Tensor]:
         return [tensor.cpu() for tensor in self.tensors]
 
-    def assert_stored(self, root: Path, iteration: int) -> None:
-        assert verify(stored(root, iteration)) == []
-        (shard,) = (root / file_names.iteration_dir(iteration)).glob("*.safetensors")
-        data = shard.read_bytes()
-        for values in self.values:
-            assert values.numpy().tobytes() in data
-
     def step(self) -> None:
         self.checkpointer.hook._wait()
         for tensor in self.tensors:
@@ -76,30 +67,6 @@ def make(root: Path, node: Node, monkeypatch: pytest.MonkeyPatch, gpus: GpuNode)
     gpus.refusals.clear()
     for created in made:
         created.checkpointer.close(leave=False)
-
-
-def test_a_slot_marked_staged_holds_all_its_bytes(
-    make: Any, gpus: GpuNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus.d2h_bytes_per_s = 200e6
-    job = make(5)
-    job.checkpointer.link.prepare(25_000_000)
-    seen: list[bool] = []
-    link = job.checkpointer.link
-    values = job.values
-    client = link.client()
-    staged = client.staged
-
-    def ring(index: int, *args: Any) -> None:
-        slot = link._slab.slots[index]
-        with slot.data() as data:
-            contents = bytes(data)
-        seen.append(all(value.numpy().tobytes() in contents for value in values))
-        staged(index, *args)
-
-    monkeypatch.setattr(client, "staged", ring)
-    assert job.save(1) is None
-    assert seen == [True]
 
 
 def test_a_restarted_rank_reuses_its_memory(make: Any, root: Path, gpus: GpuNode) -> None:

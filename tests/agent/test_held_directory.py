@@ -105,26 +105,6 @@ def test_a_directory_that_replaces_another_gets_another_agent(
     assert [path.name for path in sorted((tmp_path / "away").glob("iter_*"))] == ["iter_0000001"]
 
 
-def test_memory_outlives_a_directory_that_is_away_for_a_moment(
-    node: Node, root: Path, tmp_path: Path
-) -> None:
-    """As of an automounter, or a file system that is mounted again."""
-    trainer = node.trainer(root)
-    agent = trainer.client.agent_pid
-    eventually("the directory is held", lambda: str(root) in open_files(agent))
-    assert trainer.save(4).error is None
-    assert trainer.keep(12).kept
-    trainer.hang_up()
-    root.rename(tmp_path / "away")
-    eventually("the agent sees it", lambda: any("is away" in text for text in logs(node)), 30)
-    time.sleep(5.0)  # three looks: the agent gave the memory up before
-    assert is_alive(agent)
-    (tmp_path / "away").rename(root)
-    again = node.trainer(root)
-    assert (again.client.agent_pid, again.take()[0].iteration) == (agent, 12)
-    assert again.save(13).error is None
-
-
 @pytest.mark.parametrize("is_removed", [False, True], ids=["away", "removed"])
 def test_what_storage_lacks_is_kept_longer_than_the_grace_unless_the_directory_was_removed(
     node: Node, root: Path, tmp_path: Path, is_removed: bool

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron_flashckpt.agent.shard_writer import slot_shard
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.memory.slot import SlotState
-from tests.agent.conftest import Node
 from tests.support.memory_store import MemoryStore, MemoryWriter
-from tests.support.trainer import content, new_save_id
+from tests.support.trainer import staged_slot
 
 
 class InOrder(MemoryStore):
@@ -37,23 +33,17 @@ class InOrder(MemoryStore):
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_store_that_sends_in_order_gets_the_header_first(
-    node: Node, root: Path, changes: bool
-) -> None:
+def test_a_store_that_sends_in_order_gets_the_header_first(changes: bool) -> None:
     """Behind a gap all of the shard would wait in memory."""
-    trainer = node.trainer(root, numel=3 * CHUNK_NBYTES // 6)
-    slot = trainer.begin(1, new_save_id())
-    assert slot is not None
-    trainer.fill(slot, content(0, 1, trainer.layout.nbytes))
-    slot.set_state(SlotState.STAGED)
     store = InOrder()
-    first = slot_shard(store, slot, slot.header, slot.meta, flow=Flow(1)).digests
-    assert store.offsets == sorted(store.offsets)
-    assert store.offsets[0] == 0
-    on_disk = slot_shard(MemoryStore(), slot, slot.header, slot.meta).digests
-    assert first == on_disk
-    if changes:
-        known = ("0" * 16, *first[1:])
-        with pytest.raises(CorruptCheckpointError, match="changed after it was digested"):
-            slot_shard(store, slot, slot.header, slot.meta, known=lambda: known)
-        assert store.objects == {}
+    with staged_slot(3 * CHUNK_NBYTES // 6) as slot:
+        first = slot_shard(store, slot, slot.header, slot.meta, flow=Flow(1)).digests
+        assert store.offsets == sorted(store.offsets)
+        assert store.offsets[0] == 0
+        on_disk = slot_shard(MemoryStore(), slot, slot.header, slot.meta).digests
+        assert first == on_disk
+        if changes:
+            known = ("0" * 16, *first[1:])
+            with pytest.raises(CorruptCheckpointError, match="changed after it was digested"):
+                slot_shard(store, slot, slot.header, slot.meta, known=lambda: known)
+            assert store.objects == {}

@@ -147,9 +147,6 @@ def committed(
     named: Save,
     rules: Retention = Retention(),  # noqa: B008, frozen
     ancestors: Ancestors = (),
-    *,
-    retain_interval: int | None = None,
-    previous: int | None = None,
 ) -> CommittedSave:
     return CommittedSave(
         store=store,
@@ -157,8 +154,8 @@ def committed(
         save_id=named.save_id,
         history=History(named.run, ancestors),
         rules=rules,
-        retain_interval=retain_interval,
-        previous=previous,
+        retain_interval=None,
+        previous=None,
     )
 
 

@@ -19,12 +19,11 @@ from megatron_flashckpt.agent.local_copies import LocalCopies
 from megatron_flashckpt.agent.recovery import filled
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.config import Config, LocalTier
-from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir, shard_name
 from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.storage.store import Store
 from tests.agent.conftest import Node
 from tests.support.stored import assert_intact, names_in
@@ -39,7 +38,10 @@ from tests.support.trainer import (
     new_save_id,
     pieces_of,
     run_after,
+    write_slot,
 )
+
+LAYOUT = PlanCache().layout(pieces_of(0, 1, "decoder.weight", 1000))
 
 
 @pytest.fixture
@@ -170,18 +172,6 @@ def test_copies_that_another_user_can_write_are_not_used(
     assert f"{place}: another user can write to it" in node.log(root).read_text()
 
 
-def test_an_orderly_end_of_the_job_leaves_no_copies(
-    node: Node, root: Path, config: Config, disk: Path
-) -> None:
-    trainer = node.trainer(root, config=config)
-    assert trainer.save(3).error is None
-    agent = trainer.client.agent_pid
-    assert copies_on(disk) == [(3, 0)]
-    trainer.hang_up(leave=True)
-    eventually("the end of the agent", lambda: not is_alive(agent))
-    assert [path for path in disk.rglob("*") if path.is_file()] == []
-
-
 def test_an_agent_killed_before_the_end_of_a_copy_leaves_none(
     node: Node, root: Path, config: Config, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,26 +199,9 @@ def copies_in(disk: Path, root: Path) -> LocalCopies:
     return LocalCopies(str(root), LocalTier(directory=str(disk)))
 
 
-def put(slab: Slab, iteration: int, save_id: str, state: SlotState, *, index: int = 0) -> Slot:
+def put(slab: Slab, iteration: int, save_id: str, state: SlotState) -> Slot:
     """Write a save of rank 0 into a slot."""
-    layout = PlanCache().layout(pieces_of(0, 1, "decoder.weight", 1000))
-    meta = SlotMeta(
-        root="/save",
-        rank=0,
-        world_size=1,
-        coordinates=Coordinates(),
-        template_fingerprint=layout.template_fingerprint,
-        template=layout.template,
-        placement=layout.placement,
-        common=b"",
-        description={},
-    )
-    encoded = msgspec.msgpack.encode(meta)
-    slot = slab.slots[index]
-    slot.set_header(SlotHeader(state, iteration, save_id, len(encoded), layout.nbytes))
-    slot.set_meta(encoded)
-    fill(slot, iteration)
-    return slot
+    return write_slot(slab.slots[0], LAYOUT, iteration, save_id, state)
 
 
 def fill(slot: Slot, iteration: int) -> None:
@@ -238,8 +211,7 @@ def fill(slot: Slot, iteration: int) -> None:
 
 @pytest.fixture
 def slab() -> Iterator[Slab]:
-    nbytes = PlanCache().layout(pieces_of(0, 1, "decoder.weight", 1000)).nbytes
-    made = Slab.create(2, 16384, nbytes, "0")
+    made = Slab.create(2, 16384, LAYOUT.nbytes, "0")
     yield made
     made.close()
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
-import numpy as np
-import pytest
-
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import ALSO_IN_A_BUCKET, Node
 from tests.support.stored import assert_intact, iterations_in, names_in, read_rank, stored
@@ -58,29 +51,6 @@ def test_durable_and_memory_only_saves_continue_while_one_is_written(
 
 def assert_the_agent_leaves(agent: int) -> None:
     eventually("the end of the agent", lambda: not is_alive(agent))
-
-
-@ALSO_IN_A_BUCKET
-def test_the_newest_memory_only_save_is_written_if_no_trainer_returns(
-    node: Node, root: Path | str
-) -> None:
-    config = node.config(grace_s=0.5)
-    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
-    agent = trainers[0].client.agent_pid
-    for iteration, state in ((4, SlotState.STAGED), (5, KEPT), (6, KEPT)):
-        save_id = new_save_id()
-        for trainer in trainers:
-            trainer.stage(iteration, save_id, state=state)
-        assert [trainer.outcome().error for trainer in trainers] == [None, None]
-    started = time.monotonic()
-    for trainer in trainers:
-        trainer.hang_up()
-    assert iterations_in(root) == [4]
-    assert_the_agent_leaves(agent)
-    assert time.monotonic() - started >= 0.5
-    assert iterations_in(root) == [4, 6]
-    assert_intact(root, 6, trainers)
-    assert list(node.runtime_dir.iterdir()) == []
 
 
 def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, root: Path) -> None:
@@ -134,33 +104,3 @@ def test_agents_of_two_nodes_write_the_newest_save_that_all_ranks_have(
     assert_intact(root, 6, trainers)
     left = [name for name in names_in(root) if name.startswith(file_names.iteration_dir(7))]
     assert not [name for name in left if name.endswith(".safetensors")]
-
-
-# ---------------------------------------------------------------------- a save after every step
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_trainer_killed_at_any_moment_of_saves_without_pause_leaves_its_newest_one(
-    node: Node, root: Path, seed: int
-) -> None:
-    """No save waits for digests, so nothing but the slots' order protects the newest checkpoint."""
-    random = np.random.default_rng(seed)
-    numel = 100_000
-    saving = node.process(root, iterations=[1], save_id=new_save_id(), stop="saving", numel=numel)
-    saving.stopped()
-    stdout = saving.process.stdout
-    assert stdout is not None
-    for _ in range(int(random.integers(2, 20))):
-        assert stdout.readline()
-    time.sleep(random.uniform(0, 0.01))  # about as long as the next save takes
-    os.killpg(saving.process.pid, signal.SIGKILL)
-    staged = [int(line) for line in stdout.read().splitlines(keepends=True) if b"\n" in line]
-    saving.kill()
-    trainer = node.trainer(root, numel=numel)
-    offers = trainer.take()
-    assert 1 <= len(offers) <= 2
-    assert offers[0].iteration >= max(staged, default=3)
-    for offer in offers:
-        data = content(0, offer.iteration, trainer.layout.nbytes)
-        assert trainer.bytes_in(offer.slot) == data
-        assert offer.digests == (chunk_digest(memoryview(data)),)

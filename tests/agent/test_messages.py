@@ -20,7 +20,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
-from tests.support.trainer import blocked_shard, eventually, new_save_id, remove_tree, save_all
+from tests.support.trainer import blocked_shard, eventually, new_save_id, remove_tree
 
 
 def test_a_save_is_not_lost_because_its_directory_is_away_for_a_moment(
@@ -147,22 +147,3 @@ def test_a_rank_without_a_free_process_explains_that_it_has_no_agent(
         connect(str(root), 0, 0, node.config())
     assert "the agent could not be started (Resource temporarily unavailable)" in str(raised.value)
     assert "'ulimit -u'" in str(raised.value)
-
-
-def test_a_directory_removed_during_a_save_fails_it_and_names_the_ranks(
-    node: Node, other_node: Node, root: Path
-) -> None:
-    save_id = new_save_id()
-    trainers = [
-        place.trainer(root, rank, 2, config=place.config(commit_timeout_s=4.0 + 60 * rank))
-        for rank, place in enumerate((node, other_node))
-    ]
-    directory = root / file_names.iteration_dir(1)
-    trainers[0].stage(1, save_id)
-    eventually("the record", (directory / file_names.record_name(range(1), save_id)).exists)
-    remove_tree(directory)
-    trainers[1].stage(1, save_id)
-    errors = [trainer.outcome().error or "" for trainer in trainers]
-    assert "the commit records of 1 of 2 ranks (0) are missing" in errors[0]
-    assert errors == [errors[0]] * 2
-    assert save_all(trainers, 2) == [None, None]

@@ -25,7 +25,7 @@ from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.pending_saves import PendingSaves
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually, kill_agent, new_save_id, suspend
+from tests.support.trainer import FakeTrainer, eventually, kill_agent, new_save_id
 
 END = f"{file_names.iteration_dir(5)}/{{}}.end"
 #: The commit timeout of these agents is 60 s.
@@ -110,22 +110,6 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     error = other.outcome(SOON_S).error or ""
     assert error.startswith(f"rank {lonely.rank}: ")
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
-
-
-@both_ranks
-def test_other_nodes_learn_of_a_missing_part_though_no_agent_hears_of_it(
-    ranks: tuple[Rank, FakeTrainer],
-) -> None:
-    """The agent may be stopped or killed, and the rank may wait for others and not poll again."""
-    lonely, other = ranks
-    save_id = new_save_id()
-    other.stage(1, save_id)
-    lonely.link.ensure_slab(4096, 4096)
-    for pid in lonely.node.agents():
-        suspend(pid)
-    lonely.saves.call_off(1, save_id, "no memory for it")
-    assert other.outcome(SOON_S).error == f"rank {lonely.rank}: no memory for it"
-    lonely.kill_agent()
 
 
 @contextlib.contextmanager

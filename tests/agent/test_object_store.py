@@ -19,9 +19,7 @@ from megatron_flashckpt.storage.object_store import ObjectStore
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
 from tests.support.object_server import (
-    DROP,
     EXPIRED,
-    Fault,
     Proxy,
     ask_for_bucket,
 )
@@ -103,37 +101,6 @@ def test_an_agent_reaches_the_store_as_the_job_that_it_serves(
         assert [name for name in names_in(s3_url) if name.startswith(ALIVE)] == []
     finally:
         anew.close()
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        (DROP, "no answer: check the network and the endpoint"),
-        (
-            EXPIRED,
-            "ExpiredToken: as asked); get new credentials, and start the job again with them",
-        ),
-    ],
-    ids=["the server is away", "the credentials have expired"],
-)
-def test_saves_fail_while_the_server_refuses_all_and_commit_afterwards(
-    node: Node, s3_url: str, s3_proxy: Proxy, impatient: None, fault: Fault, said: str
-) -> None:
-    with agent_here(node, s3_url):
-        trainer = node.trainer(s3_url)
-        trainer.open_run()
-        assert trainer.save(1).error is None
-        s3_proxy.fault_of = lambda method, path: fault
-        trainer.stage(2, trainer.new_save_id())
-        # A request that gets no answer is repeated for some 10 s before the agent hears of it.
-        error = trainer.outcome(within_s=60.0).error
-        assert error is not None
-        assert said in error
-        s3_proxy.fault_of = lambda method, path: None
-        trainer.stage(3, trainer.new_save_id())
-        assert trainer.outcome(within_s=60.0).error is None
-        assert_intact(s3_url, 3, [trainer])
-        assert committed_iterations(ObjectStore(s3_url)) == [1, 3]
 
 
 def test_a_plan_counts_the_requests_of_a_save(node: Node, s3_url: str, s3_proxy: Proxy) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,16 +27,6 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become anot
 
 def place_in(runtime_dir: Path) -> Place:
     return place_of("/some/save", str(runtime_dir))
-
-
-def test_a_new_directory_of_logs_is_private(tmp_path: Path) -> None:
-    former = os.umask(0)
-    try:
-        os.close(place_in(tmp_path / "run").open_log())
-    finally:
-        os.umask(former)
-    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
-    assert stat.S_IMODE(place_in(tmp_path / "run").log.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o701])

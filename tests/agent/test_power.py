@@ -27,10 +27,8 @@ class Disk:
     def __init__(self) -> None:
         self.contents: set[int] = set()
         self.names: set[tuple[str, int]] = set()
-        self.syncs = 0
 
     def note(self, fd: int) -> None:
-        self.syncs += 1
         where = os.readlink(f"/proc/self/fd/{fd}")
         if os.path.isdir(where):
             self.names |= {(entry.path, entry.inode()) for entry in os.scandir(where)}

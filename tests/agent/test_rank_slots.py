@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.agent.rank_slots import RankSlots, only_in_memory
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, Slot, SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.support.processes import open_files
-from tests.support.trainer import PATIENCE_S, blocked_shard, eventually, new_save_id
+from tests.support.trainer import PATIENCE_S, blocked_shard, new_save_id
 
 
 @contextlib.contextmanager
@@ -154,16 +153,6 @@ def test_a_failed_copy_is_overwritten_before_any_complete_checkpoint(*, newest_t
         assert [offer.iteration for offer in book.offers()] == [1, 0]
 
 
-@pytest.mark.parametrize("newest", [0, 1])
-def test_a_slab_of_a_killed_agent_keeps_its_newest_checkpoint_longest(newest: int) -> None:
-    with contextlib.closing(Slab.create(2, 100, 100, "0")) as slab:
-        for slot in slab.slots:
-            put(slot, SlotState.STAGED, 20 if slot.index == newest else 10)
-        slots = RankSlots(slab)
-        assert [offer.iteration for offer in slots.offers()] == [20, 10]
-        assert slots.acquire() == 1 - newest
-
-
 @pytest.mark.parametrize("state", [SlotState.STAGED, SlotState.KEPT, SlotState.FAILED])
 def test_a_slab_of_a_killed_agent_holds_saves_that_it_may_have_made_durable(
     state: SlotState,
@@ -233,23 +222,6 @@ def test_acquire_reports_busy_until_a_slot_is_persisted(node: Node, root: Path) 
         assert trainer.client.acquire(20.0) == 0
         let_go_second()
         assert trainer.outcome().error is None
-
-
-def test_with_one_slot_a_save_waits_for_the_commit_of_the_previous_one(
-    node: Node, root: Path
-) -> None:
-    """The shard of this rank is not enough, because the shard of the other rank may fail."""
-    first, second = (node.trainer(root, rank, 2, slots=1) for rank in range(2))
-    save_id = new_save_id()
-    with blocked_shard(root, 1, 1, save_id) as unblock:
-        for trainer in (first, second):
-            trainer.stage(1, save_id)
-        record = root / file_names.iteration_dir(1) / file_names.record_name(range(1), save_id)
-        eventually("the commit record", record.exists)
-        assert first.client.acquire(0.2) == -1
-        unblock()
-        assert first.client.acquire(60.0) == 0
-    assert (root / file_names.TRACKER).read_text() == "1"
 
 
 def test_the_number_of_uncommitted_saves_is_limited(

@@ -19,10 +19,7 @@ from tests.support.agents import agent_here
 from tests.support.stored import assert_intact, files_of_ours
 from tests.support.trainer import (
     FakeTrainer,
-    content,
     eventually,
-    is_alive,
-    run_after,
     save_all,
 )
 
@@ -83,30 +80,6 @@ def test_an_agent_leaves_when_its_time_is_over_and_storage_still_fails(
     assert at_the_end.count("iteration 2 was not saved") == 1
     assert "this node's host memory holds iteration 2 until " in at_the_end
     assert "iteration 2 is lost" in at_the_end
-
-
-def test_a_job_resumes_from_the_only_copy_long_after_its_last_save_failed(
-    node: Node, root: Path
-) -> None:
-    """The grace time is over, and the first attempt to write the save again has failed, too."""
-    config = node.config(grace_s=0.1)
-    trainer = node.trainer(root, config=config)
-    agent = trainer.client.agent_pid
-    assert trainer.save(1).error is None
-    obstacle = fail([trainer], root, 2)
-    trainer.hang_up()
-    log = node.log(root)
-    eventually("the line about it", lambda: "holds iteration 2 until" in log.read_text())
-    assert is_alive(agent)
-    obstacle.unlink()  # a minute before the next attempt
-    again = node.trainer(root, config=config)
-    newest = again.take()[0]
-    assert (again.client.agent_pid, newest.iteration, newest.durable) == (agent, 2, False)
-    assert again.bytes_in(newest.slot) == content(0, 2, again.layout.nbytes)
-    again.client.open_run(run_after(newest.save_id, 2))
-    assert again.save(3).error is None
-    again.hang_up(leave=True)
-    assert_the_agent_leaves(agent)
 
 
 def test_agents_try_again_until_storage_takes_the_only_copy(

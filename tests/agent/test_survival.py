@@ -123,24 +123,6 @@ def watched(pid: int, for_s: float) -> bool:
     return is_alive(pid)
 
 
-def test_an_agent_commits_staged_slots_after_sigterm_and_leaves(node: Node, root: Path) -> None:
-    """All trainers have been killed; without the signal the agent would wait for the grace time."""
-    save_id = new_save_id()
-    trainer = node.trainer(root)
-    agent = trainer.client.agent_pid
-    with blocked_shard(root, 1, 0, save_id) as unblock:
-        trainer.stage(1, save_id)
-        trainer.client.close()
-        os.kill(agent, signal.SIGTERM)
-        assert watched(agent, 0.7)
-        unblock()
-        started = time.monotonic()
-        eventually("the end of the agent", lambda: not is_alive(agent))
-    print(f"agent: gone {time.monotonic() - started:.2f} s after the storage let it write")
-    assert_intact(root, 1, [trainer])
-    assert list(node.runtime_dir.iterdir()) == []
-
-
 def test_an_agent_serves_the_last_save_of_connected_trainers_after_sigterm(
     node: Node, root: Path
 ) -> None:

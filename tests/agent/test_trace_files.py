@@ -14,7 +14,7 @@ from megatron_flashckpt.agent.trace_files import Traces
 from megatron_flashckpt.config import Config, Trace
 from megatron_flashckpt.tracing import Span, phase
 from tests.agent.conftest import Node
-from tests.support.trainer import PATIENCE_S, FakeTrainer, eventually, new_save_id
+from tests.support.trainer import FakeTrainer, eventually
 
 TRACES = "traces"
 
@@ -72,16 +72,6 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
     assert abs(plan["ts"] - 1e6 * before) < 60e6
     for name in ("commit record", "read records", "merge", "manifest", "tracker", "report result"):
         assert len(events["agent", name]) == 1, name
-
-
-def test_the_newest_traces_are_kept(tmp_path: Path) -> None:
-    traces = Traces(str(tmp_path), Trace(directory=TRACES, keep=2))
-    for number in range(6):
-        save_id = new_save_id()
-        traces.add(number, save_id, 0, [Span("copy", "MainThread", 0.0, 0.0)])
-        traces.write(save_id)
-    traces.close(PATIENCE_S)
-    assert len(list((tmp_path / TRACES).iterdir())) == 2
 
 
 def test_jobs_that_share_a_trace_directory_keep_their_own_traces(

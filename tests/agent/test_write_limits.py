@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +18,31 @@ from megatron_flashckpt.agent.shard_writer import slot_shard
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
-from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.trainer import (
     PATIENCE_S,
-    FakeTrainer,
     content,
     eventually,
     is_alive,
     new_save_id,
+    staged_slot,
 )
 
 MIB = 2**20
 
 
-def staged(node: Node, root: Path, chunks: int) -> tuple[FakeTrainer, Slot, SlotHeader, SlotMeta]:
-    """Return a slot of `chunks` chunks, the last one short, whose agent got no "staged" message."""
-    trainer = node.trainer(root, numel=(chunks * CHUNK_NBYTES - 5000) // 6)
-    slot = trainer.begin(1, new_save_id())
-    assert slot is not None
-    trainer.fill(slot, content(0, 1, trainer.layout.nbytes))
-    slot.set_state(SlotState.STAGED)
-    return trainer, slot, slot.header, slot.meta
+def staged(chunks: int) -> AbstractContextManager[Slot]:
+    """Return a slot of `chunks` chunks, the last one short."""
+    return staged_slot((chunks * CHUNK_NBYTES - 5000) // 6)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_chunks_are_written_in_any_order_and_digests_keep_chunk_order(
-    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+    root: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    _, slot, header, meta = staged(node, root, 6)
     pwrite = os.pwrite
     order, at_once, most = [], 0, 0
     lock = threading.Lock()
@@ -67,10 +62,11 @@ def test_chunks_are_written_in_any_order_and_digests_keep_chunk_order(
             at_once -= 1
         return pwrite(fd, view, offset)
 
-    monkeypatch.setattr(os, "pwrite", slow_at_first)
     store = PosixStore(root, DirectIo("always"))
-    digests = slot_shard(store, slot, header, meta, flow=Flow(threads)).digests
-    data = content(0, 1, header.data_nbytes)
+    with staged(6) as slot:
+        monkeypatch.setattr(os, "pwrite", slow_at_first)
+        digests = slot_shard(store, slot, slot.header, slot.meta, flow=Flow(threads)).digests
+        data = content(0, 1, slot.header.data_nbytes)
     parts = [data[start : start + CHUNK_NBYTES] for start in range(0, len(data), CHUNK_NBYTES)]
     assert digests == tuple(map(chunk_digest, parts))
     (shard,) = (root / "iter_0000001").glob("*.safetensors")
@@ -80,9 +76,8 @@ def test_chunks_are_written_in_any_order_and_digests_keep_chunk_order(
 
 
 def test_a_failed_thread_stops_the_others_and_removes_the_file(
-    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, slot, header, meta = staged(node, root, 12)
     pwrite = os.pwrite
     offsets = []
 
@@ -93,9 +88,11 @@ def test_a_failed_thread_stops_the_others_and_removes_the_file(
         time.sleep(0.05)
         return pwrite(fd, view, offset)
 
-    monkeypatch.setattr(os, "pwrite", fail_third)
-    with pytest.raises(StorageError, match="free space there"):
-        slot_shard(PosixStore(root, DirectIo("always")), slot, header, meta, flow=Flow(2))
+    store = PosixStore(root, DirectIo("always"))
+    with staged(12) as slot:
+        monkeypatch.setattr(os, "pwrite", fail_third)
+        with pytest.raises(StorageError, match="free space there"):
+            slot_shard(store, slot, slot.header, slot.meta, flow=Flow(2))
     assert len(offsets) < 6
     assert list((root / "iter_0000001").iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("write")]

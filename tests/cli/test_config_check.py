@@ -71,7 +71,11 @@ def test_no_message_about_a_bucket_speaks_of_files(
     s3_proxy.fault_of = lambda method, path: None
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     refused.append(run("config", "check", "--save", s3_url))
-    cures = ("the bucket does not exist", "ExpiredToken", "check the credentials")
+    cures = (
+        "the bucket does not exist",
+        "ExpiredToken: as asked.; get new credentials, and start the job again with them",
+        "check the credentials",
+    )
     for ran, cure in zip(refused, cures, strict=True):
         only_line(
             ran, rf"\[Errno \d+\] s3://\S+: this node cannot write a large object \(.*{cure}.*\)"

@@ -7,7 +7,6 @@
  *                                           calls, TIMES times (-1: for ever)
  *     after CALL ERRNO SKIP TIMES PART      do it, and report the error all the same
  *     late MS PART                          a new name is hidden from other processes for MS ms
- *     append PART                           positioned writes elsewhere than at the end: EINVAL
  *     sometimes CALL RATE SEED NUMBERS PART  refuse RATE of 10,000 such calls, each with one of the
  *                                           errors NUMBERS (`5,116`); SEED decides which calls
  *     sometimes-after CALL RATE SEED NUMBERS PART  the same, and the call is done all the same
@@ -16,7 +15,7 @@
  *     calm MOST MS                          a process meets at most MOST errors of `sometimes` in MS
  *
  * PART `*` is in every path. CALL is open, read, write, fsync, close, rename, link, unlink, mkdir,
- * rmdir, list, stat, fallocate, truncate or statfs. A close that fails closes all the same, as in
+ * rmdir, list, stat, fallocate or truncate. A close that fails closes all the same, as in
  * Linux. What was refused is appended to FAULTY_STORAGE.hits; the names that processes have made
  * stand in FAULTY_STORAGE.names, shared. A name that replaces another is visible at once. So is a
  * name to a process that has replaced it or was told of it (EEXIST), and a directory in which the
@@ -55,7 +54,7 @@ enum call { OPEN, READ, WRITE, FSYNC, CLOSE, RENAME, LINK, UNLINK, MKDIR, RMDIR,
 static const char *const call_names[CALLS] = {"open", "read", "write", "fsync", "close", "rename",
     "link", "unlink", "mkdir", "rmdir", "list", "stat", "fallocate", "truncate"};
 
-enum verb { FAIL, AFTER, SOMETIMES, SOMETIMES_AFTER, LATE, SOMETIMES_LATE, APPEND };
+enum verb { FAIL, AFTER, SOMETIMES, SOMETIMES_AFTER, LATE, SOMETIMES_LATE };
 #define NUMBERS 64
 struct rule {
     enum verb verb;
@@ -140,9 +139,6 @@ static void load(const struct statx *now) {
             made->count += rule->call < CALLS;
         } else if (sscanf(line, "late %d %255s", &rule->ms, rule->part) == 2) {
             rule->verb = LATE;
-            made->count++;
-        } else if (sscanf(line, "append %255s", rule->part) == 1) {
-            rule->verb = APPEND;
             made->count++;
         } else if (sscanf(line, "calm %d %d", &made->most, &made->calm_ms) == 2)
             continue;
@@ -535,42 +531,18 @@ BY_FD(READ, ssize_t, preadv2, (int fd, const struct iovec *to, int n, off_t at, 
 BY_FD(READ, ssize_t, preadv64v2, (int fd, const struct iovec *to, int n, off64_t at, int f), (fd, to, n, at, f), fd)
 BY_FD(WRITE, ssize_t, write, (int fd, const void *from, size_t n), (fd, from, n), fd)
 BY_FD(WRITE, ssize_t, writev, (int fd, const struct iovec *from, int n), (fd, from, n), fd)
+BY_FD(WRITE, ssize_t, pwrite, (int fd, const void *from, size_t n, off_t at), (fd, from, n, at), fd)
+BY_FD(WRITE, ssize_t, pwrite64, (int fd, const void *from, size_t n, off64_t at), (fd, from, n, at), fd)
+BY_FD(WRITE, ssize_t, pwritev, (int fd, const struct iovec *from, int n, off_t at), (fd, from, n, at), fd)
+BY_FD(WRITE, ssize_t, pwritev64, (int fd, const struct iovec *from, int n, off64_t at), (fd, from, n, at), fd)
+BY_FD(WRITE, ssize_t, pwritev2, (int fd, const struct iovec *from, int n, off_t at, int f), (fd, from, n, at, f), fd)
+BY_FD(WRITE, ssize_t, pwritev64v2, (int fd, const struct iovec *from, int n, off64_t at, int f), (fd, from, n, at, f), fd)
 BY_FD(FSYNC, int, fsync, (int fd), (fd), fd)
 BY_FD(FSYNC, int, fdatasync, (int fd), (fd), fd)
 BY_FD(FALLOCATE, int, fallocate, (int fd, int how, off_t at, off_t n), (fd, how, at, n), fd)
 BY_FD(FALLOCATE, int, fallocate64, (int fd, int how, off64_t at, off64_t n), (fd, how, at, n), fd)
 BY_FD(TRUNCATE, int, ftruncate, (int fd, off_t n), (fd, n), fd)
 BY_FD(TRUNCATE, int, ftruncate64, (int fd, off64_t n), (fd, n), fd)
-
-/* A write at a position, which some mounts take at the end only. */
-#define AT_END(fd, at) \
-    for (int n_ = 0; ours && n_ < rules->count; n_++) { \
-        struct statx is; \
-        if (rules->rule[n_].verb != APPEND || !concerns(&rules->rule[n_], path)) \
-            continue; \
-        if (!syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_SIZE, &is) \
-            && is.stx_size != (uint64_t)(at)) { \
-            note_hit(WRITE, EINVAL, path); \
-            errno = EINVAL; \
-            return -1; \
-        } \
-    }
-
-#define WRITE_AT(name, declared, given) \
-    ssize_t name declared { \
-        REAL(name); \
-        REFUSED(WRITE, fd, NULL, -1) \
-        AT_END(fd, at) \
-        ssize_t result = real given; \
-        DONE(WRITE, result, -1); \
-    }
-
-WRITE_AT(pwrite, (int fd, const void *from, size_t n, off_t at), (fd, from, n, at))
-WRITE_AT(pwrite64, (int fd, const void *from, size_t n, off64_t at), (fd, from, n, at))
-WRITE_AT(pwritev, (int fd, const struct iovec *from, int n, off_t at), (fd, from, n, at))
-WRITE_AT(pwritev64, (int fd, const struct iovec *from, int n, off64_t at), (fd, from, n, at))
-WRITE_AT(pwritev2, (int fd, const struct iovec *from, int n, off_t at, int f), (fd, from, n, at, f))
-WRITE_AT(pwritev64v2, (int fd, const struct iovec *from, int n, off64_t at, int f), (fd, from, n, at, f))
 
 #define NAMING(call, name, declared, given, dir, target) \
     int name declared { \

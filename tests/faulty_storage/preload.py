@@ -75,11 +75,6 @@ def late(milliseconds: int, part: str = "*") -> str:
     return f"late {milliseconds} {part}"
 
 
-def append_only(part: str = "*") -> str:
-    """Return the rule that only allows writes at the end of a file."""
-    return f"append {part}"
-
-
 def sometimes(
     call: str,
     rate: int,

@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faulty_storage.preload import (
-    FaultyStorage,
-    append_only,
-    fail,
-    late,
-    no_fallocate,
-    sometimes,
-)
+from tests.faulty_storage.preload import FaultyStorage, fail, late, sometimes
 from tests.support.trainer import eventually
 
 #: Beginning of a program whose lines make the package's file calls and record their results.
@@ -149,18 +142,6 @@ def test_a_failed_close_has_closed_the_file(faulty: FaultyStorage, tmp_path: Pat
         "attempt('after', lambda: os.fstat(file))",
     )
     assert results == {"close": "EDQUOT", "after": "EBADF"}
-
-
-def test_append_only_allows_writes_at_the_end_only(faulty: FaultyStorage, tmp_path: Path) -> None:
-    faulty.rule(append_only(), no_fallocate())
-    results = run_lines(
-        faulty,
-        tmp_path / "save",
-        "attempt('end', lambda: closing(fd('file'), lambda f: os.pwrite(f, b'x', 8192)))",
-        "attempt('start', lambda: closing(fd('file'), lambda f: os.pwrite(f, b'x', 0)))",
-        "attempt('reserve', lambda: closing(fd('file'), lambda f: fallocate(f, 9000)))",
-    )
-    assert results == {"end": 1, "start": "EINVAL", "reserve": errno.errorcode[errno.EOPNOTSUPP]}
 
 
 @pytest.mark.parametrize(

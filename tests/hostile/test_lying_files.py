@@ -52,13 +52,6 @@ def rewrite(file: Path, change: Callable[[bytes], bytes]) -> None:
     file.write_bytes(change(file.read_bytes()))
 
 
-def swap(one: Path, other: Path) -> None:
-    kept = one.with_suffix(".kept")
-    one.rename(kept)
-    other.rename(one)
-    kept.rename(other)
-
-
 def put_in_place_of(file: Path, make_it: Callable[[Path], object]) -> None:
     file.rename(file.with_suffix(".kept"))
     make_it(file)
@@ -69,15 +62,13 @@ def link_to_kept(file: Path) -> None:
     put_in_place_of(file, lambda path: path.symlink_to(path.with_suffix(".kept")))
 
 
-def shard_of(made: MadeSave, iteration: int, save_id: str) -> None:
-    other = make(made.root.parent / "other", iteration, save_id)
-    shutil.copyfile(other.shard(1), made.shard(1))
+def shard_of_another_iteration(made: MadeSave) -> bytes:
+    return make(made.root.parent / "other", 20, made.save_id).shard(1).read_bytes()
 
 
-def digested_shard_of(made: MadeSave, iteration: int, save_id: str) -> None:
+def vouch_for_another_iteration(made: MadeSave) -> None:
     """Use a shard of another save, with a manifest that holds its digests."""
-    other = make(made.root.parent / "other", iteration, save_id)
-    content = other.shard(1).read_bytes()
+    content = shard_of_another_iteration(made)
     made.forge(1, content[: 8 + int.from_bytes(content[:8], "little")])
 
 
@@ -121,10 +112,6 @@ DAMAGES = {
         lambda made: rewrite(made.shard(1), lambda held: held[:-1]),
         rf"{SHARD_1}: \d+ bytes long, the manifest says \d+; {OLDER}",
     ),
-    "one byte more": Damage(
-        lambda made: rewrite(made.shard(1), lambda held: held + b"\0"),
-        rf"{SHARD_1}: \d+ bytes long, the manifest says \d+; {OLDER}",
-    ),
     "all zero, as after a power cut": Damage(
         lambda made: rewrite(made.shard(1), lambda held: bytes(len(held))),
         rf"{SHARD_1}: header claims 0 bytes, so this is not a shard file; {OLDER}",
@@ -134,17 +121,13 @@ DAMAGES = {
         rf"{SHARD_1}, chunk 0 \(bytes 0-\d+ of the data\): digest \w+, expected \w+; {OLDER}",
     ),
     "a shard of another iteration": Damage(
-        lambda made: shard_of(made, 20, made.save_id),
+        lambda made: made.shard(1).write_bytes(shard_of_another_iteration(made)),
         rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
     ),
     "a vouched shard of another iteration": Damage(
-        lambda made: digested_shard_of(made, 20, made.save_id),
+        vouch_for_another_iteration,
         rf"{SHARD_1}: is the shard of \(iteration, save, rank\) \(20, '[\w.-]+', 1\), expected "
         rf"\(10, '[\w.-]+', 1\); {OLDER}",
-    ),
-    "a vouched shard of another save": Damage(
-        lambda made: digested_shard_of(made, made.iteration, OTHER_SAVE),
-        rf"{SHARD_1}: is the shard of .*'{OTHER_SAVE}', 1\), expected .*; {OLDER}",
     ),
     "missing": Damage(lambda made: made.shard(1).unlink(), rf"{SHARD_1}: is missing; {OLDER}"),
     "a symbolic link": Damage(
@@ -163,10 +146,6 @@ DAMAGES = {
         StorageError,
     ),
     # ------------------------------------------------------------------ hostile headers
-    "a header of 2**60 bytes": Damage(
-        lambda made: rewrite(made.shard(1), lambda held: struct.pack("<Q", 1 << 60) + held[8:]),
-        rf"{SHARD_1}: header claims {1 << 60} bytes, so this is not a shard file; {OLDER}",
-    ),
     "a header of another tool": Damage(
         lambda made: made.forge(1, header(b'{"__metadata__":{"format":"pt"}}')),
         rf"{SHARD_1}: header is not that of a flashckpt shard .*; {OLDER}",
@@ -184,12 +163,6 @@ DAMAGES = {
         lambda made: rewrite(made.common, lambda h: bytes([h[0] ^ 1]) + h[1:]),
         rf"\.common\.msgpack: digest \w+, expected \w+; {OLDER}",
     ),
-    "common a symbolic link": Damage(
-        lambda made: link_to_kept(made.common),
-        r"\.common\.msgpack: cannot read .*a symbolic link stands where a file should be: "
-        "remove it$",
-        StorageError,
-    ),
     # ------------------------------------------------------------------ manifest
     "manifest not JSON": Damage(
         lambda made: made.manifest.write_text("{ not json"),
@@ -205,10 +178,6 @@ DAMAGES = {
         "holds iteration 20, so this directory was renamed or copied",
         RenamedCheckpointError,
     ),
-    "manifest of an absurd world": Damage(
-        lambda made: made.change_manifest(lambda fields: fields.update(world_size=10**15)),
-        rf"\.end: shards are not those of ranks 0 to 9{{15}}; {OLDER}",
-    ),
     "manifest with an unknown type": Damage(
         change_item(2, "F12"),
         rf"\.end: a template has \d+ elements of type 'F12'; {OLDER}",
@@ -216,21 +185,6 @@ DAMAGES = {
     "manifest with another size of a file": Damage(
         change_entry(nbytes=17),
         rf"{SHARD_1}: \d+ bytes long, the manifest says 17; {OLDER}",
-    ),
-    "manifest a symbolic link": Damage(
-        lambda made: link_to_kept(made.manifest),
-        r"\.end: cannot read .*a symbolic link stands where a file should be: remove it$",
-        StorageError,
-    ),
-    "manifest a directory": Damage(
-        lambda made: put_in_place_of(made.manifest, Path.mkdir),
-        r"\.end: cannot read .*a directory stands where a file should be: move it away$",
-        StorageError,
-    ),
-    "manifest a pipe": Damage(
-        lambda made: put_in_place_of(made.manifest, os.mkfifo),
-        r"\.end: cannot read .*stands where a file should be: move it away$",
-        StorageError,
     ),
 }
 
@@ -286,31 +240,6 @@ def test_a_damaged_file_gives_one_clear_error_and_is_not_changed(
         shown = shown._replace(out=shown.out + other.out, err=shown.err + other.err)
     assert "--ckpt-step" not in shown.out + shown.err, "commands have no option --ckpt-step"
     assert snapshot(made.root) == before
-
-
-def test_verify_reports_both_swapped_shard_files(made: MadeSave) -> None:
-    swap(made.shard(1), made.shard(3))
-    before = snapshot(made.root)
-    errors = damages(made)
-    assert [type(error) for error in errors] == [CorruptCheckpointError] * 2
-    for rank, error in zip((1, 3), errors, strict=True):
-        assert re.search(rf"{made.shard(rank).name}: .*; {OLDER}", str(error))
-    with pytest.raises(CorruptCheckpointError, match=SHARD_1):
-        read_all(made)
-    assert snapshot(made.root) == before
-
-
-def test_verify_reports_both_swapped_names_in_the_manifest(made: MadeSave) -> None:
-    def change(manifest: dict) -> None:
-        one, other = manifest["shards"][1], manifest["shards"][3]
-        for field in ("file", "nbytes", "header_digest"):
-            one[field], other[field] = other[field], one[field]
-
-    made.change_manifest(change)
-    (error,) = damages(made)
-    for meant, there in ((1, 3), (3, 1)):
-        message = f"'{made.shard(there).name}' is not the shard of rank {meant} of this save"
-        assert message in str(error)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_flashckpt.memory.mapping import address_of
 from megatron_flashckpt.memory.pinned_slab import PinnedSlab, unlock_closed
 from megatron_flashckpt.memory.slab import Slab
 from tests.simulated_gpu import Node, simulated_gpus
-from tests.support.mapped import times_mapped
+from tests.support.processes import times_mapped
 from tests.support.trainer import PATIENCE_S, eventually
 
 CHUNK = 64 * 1024

@@ -13,7 +13,7 @@ import torch
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.stager import Stager
-from tests.support.mapped import times_mapped
+from tests.support.processes import times_mapped
 
 PATIENCE_S = 20.0
 

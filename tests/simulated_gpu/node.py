@@ -439,7 +439,6 @@ class Event:
         node: Node,
         enable_timing: bool = False,
         blocking: bool = False,
-        interprocess: bool = False,
     ) -> None:
         self._node = node
         self._times = enable_timing

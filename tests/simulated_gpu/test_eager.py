@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.simulated_gpu import Node, simulated_gpus
-from tests.simulated_gpu.eager import EagerNode, RankNode, on_device
+from tests.simulated_gpu.eager import EagerNode, on_device
 from tests.simulated_gpu.test_conformance import begin, locked
 from tests.support.trainer import PATIENCE_S, eventually
 
@@ -109,27 +109,6 @@ class TestOtherStreams:
         go.set()
         torch.cuda.synchronize()
         assert torch.equal(target.view(torch.float32), torch.ones(1024))
-
-
-class TestRankNode:
-    def test_it_has_one_device_per_rank_of_the_machine(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        node = RankNode()
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # set after the node was made
-        assert len(node.devices) == 3
-        assert len(RankNode().devices) == 3
-        monkeypatch.delenv("LOCAL_WORLD_SIZE")
-        assert len(RankNode().devices) == 1
-        assert len(node.devices) == 3
-
-    def test_it_records_calls_only_if_a_list_is_set(self) -> None:
-        node = RankNode()
-        node.synchronize()
-        assert list(node.calls) == []
-        node.calls = []
-        node.synchronize()
-        assert [call.name for call in node.calls] == ["synchronize"]
 
 
 _RANK = """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.file_format.run_object import RunObject
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually, is_alive
+from tests.support.trainer import FakeTrainer, eventually, kill_agent
 
 
 class Cluster:
@@ -42,14 +40,14 @@ class Cluster:
         self._made += 1
         return Node(self._where / f"n{self._made}")
 
-    def restart_trainers(self, **numel: int) -> None:
+    def restart_trainers(self) -> None:
         for trainer in self.trainers.values():
             trainer.hang_up()
         for number, (node, ranks) in enumerate(zip(self.nodes, self.ranks, strict=True)):
             for rank in ranks:
                 with self.inside(number):
                     self.trainers[rank] = node.trainer(
-                        self.root, rank, self.world_size, **{**self._job, **numel}
+                        self.root, rank, self.world_size, **self._job
                     )
 
     def succeed(self, node: int) -> None:
@@ -64,18 +62,13 @@ class Cluster:
             trainer.client.join_peers(self.plans[node])
             trainer.attach()
 
-    def start(
-        self, scheme: str = "copy", group: int = 2, timeout_s: float = 20.0, **numel: int
-    ) -> None:
+    def start(self, scheme: str = "copy", group: int = 2, timeout_s: float = 20.0) -> None:
         """Start (or restart) all trainers and introduce their agents to each other."""
-        self.restart_trainers(**numel)
+        self.restart_trainers()
         self.peers = [
             self.trainers[ranks[0]].client.open_peers(p.OpenPeers(host, 2))
             for host, ranks in zip(self.hosts, self.ranks, strict=True)
         ]
-        self.introduce(scheme, group, timeout_s)
-
-    def introduce(self, scheme: str, group: int, timeout_s: float) -> None:
         nodes = tuple(
             p.PeerNode(peer.host, peer.port, peer.identity.public, ranks)
             for peer, ranks in zip(self.peers, self.ranks, strict=True)
@@ -131,8 +124,7 @@ class Cluster:
 
     def kill_agent(self, node: int) -> None:
         for pid in self.nodes[node].agents():
-            os.kill(pid, signal.SIGKILL)
-            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
+            kill_agent(pid)
 
     def close(self) -> None:
         for node in self.nodes:

@@ -44,6 +44,12 @@ def slabs_of(pid: int | str) -> list[int]:
     return inodes
 
 
+def times_mapped(name: str) -> int:
+    """Return the number of mappings of the slab that was created as `name`."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum(f"/memfd:flashckpt-{name} " in line for line in maps)
+
+
 def sockets_of(pid: int | str) -> list[str]:
     return [target for target in open_files(pid) if target.startswith("socket:")]
 

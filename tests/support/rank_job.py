@@ -20,6 +20,9 @@ from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
+from megatron_flashckpt.save.save_reports import SaveReports
+from megatron_flashckpt.save.session import Session, _MegatronSaves
+from megatron_flashckpt.save.startup import Startup
 from tests.support.stored import stored
 from tests.support.trainer import eventually
 
@@ -42,6 +45,11 @@ class Job:
         self.tensors = [torch.rand(NUMEL) for _ in range(4)]
         self.checkpointer = Checkpointer(str(root), config)
         patch.setattr(self.checkpointer.model_state, "owned", self._owned)
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The tensors, in host memory."""
+        return self.tensors
 
     def _owned(self, *_: Any) -> list[LocalPiece]:
         return [
@@ -79,5 +87,15 @@ class Job:
         assert verify(checkpoint) == []
         shard = (root / file_names.iteration_dir(iteration)).glob("*.safetensors")
         data = next(shard).read_bytes()
-        for tensor in self.tensors:
-            assert tensor.numpy().tobytes() in data
+        for values in self.values:
+            assert values.numpy().tobytes() in data
+
+
+def session_of(job: Job, config: Config) -> tuple[Session, SaveReports]:
+    """Return the session of a process that has this checkpointer only, and its reports."""
+    session, root = Session(config), job.checkpointer.root
+    reports = SaveReports(root, 0)
+    startup = Startup(job.checkpointer, session.note_nodes)
+    session._open[root] = _MegatronSaves(job.checkpointer, reports, startup)
+    session._reports[root] = reports
+    return session, reports

@@ -132,6 +132,40 @@ def pieces_of(rank: int, world_size: int, key: str, numel: int) -> list[Piece]:
     return [pieces[i] for i in order(pieces)]
 
 
+def slot_meta(layout: Layout, rank: int = 0, world_size: int = 1, **more: Any) -> SlotMeta:
+    """Return the description of a slot with `layout`."""
+    return SlotMeta(
+        rank=rank,
+        world_size=world_size,
+        coordinates=Coordinates(dp=rank),
+        template_fingerprint=layout.template_fingerprint,
+        template=layout.template,
+        placement=layout.placement,
+        description={"made_by": "a fake trainer"},
+        **{"root": "/save", "common": b"", **more},
+    )
+
+
+def write_slot(
+    slot: Slot, layout: Layout, iteration: int, save_id: str, state: SlotState = SlotState.STAGED
+) -> Slot:
+    """Write a save of a job with one rank into a slot, and return the slot."""
+    encoded = msgspec.msgpack.encode(slot_meta(layout))
+    slot.set_header(SlotHeader(state, iteration, save_id, len(encoded), layout.nbytes))
+    slot.set_meta(encoded)
+    with slot.data() as data:
+        data[:] = content(0, iteration, len(data))
+    return slot
+
+
+@contextlib.contextmanager
+def staged_slot(numel: int) -> Iterator[Slot]:
+    """Yield a slot with iteration 1 that no agent knows."""
+    layout = PlanCache().layout(pieces_of(0, 1, "decoder.weight", numel))
+    with contextlib.closing(Slab.create(1, 16384, layout.nbytes, "0")) as slab:
+        yield write_slot(slab.slots[0], layout, 1, new_save_id())
+
+
 def config_of(runtime_dir: Path, **agent: Any) -> Config:
     """Return settings for an agent under `runtime_dir`."""
     return Config(runtime_dir=str(runtime_dir), agent=AgentConfig(**{"grace_s": 60.0, **agent}))
@@ -236,18 +270,14 @@ class FakeTrainer:
         assert self.run is None or run_of(save_id) == self.run.name, "a save of another run"
         layout = self.layout
         meta = msgspec.msgpack.encode(
-            SlotMeta(
+            slot_meta(
+                layout,
+                self.rank,
+                self.world_size,
                 root=str(self.root),
-                rank=self.rank,
-                world_size=self.world_size,
-                coordinates=Coordinates(dp=self.rank),
-                template_fingerprint=layout.template_fingerprint,
-                template=layout.template,
-                placement=layout.placement,
                 common=b"common of %d by %s" % (iteration, save_id.encode())
                 if self.rank == 0
                 else b"",
-                description={"made_by": "a fake trainer"},
                 retain_interval=self.retain_interval,
                 retention=self.retention,
                 metrics=self.metrics,
@@ -349,7 +379,6 @@ class TrainerProcess:
         save_id: str,
         stop: str,
         inside: tuple[str, ...] = (),
-        numel: int = 1000,
     ) -> None:
         """Start the process.
 
@@ -358,8 +387,7 @@ class TrainerProcess:
             save_id: id of the last save; earlier saves get ids of their own.
             inside: a command prefix, for example one that enters a namespace.
             stop: `staging` (header written, half of the bytes copied), `staged` ("staged" message
-                sent), `committed`, or `saving`: no stop, but memory-only saves of the following
-                iterations, one after the other; each is printed when it is staged.
+                sent) or `committed`.
         """
         self.process = subprocess.Popen(
             [
@@ -368,7 +396,7 @@ class TrainerProcess:
                 *("--root", str(root), "--runtime-dir", str(runtime_dir)),
                 *("--rank", str(rank), "--world-size", str(world_size)),
                 *("--iterations", ",".join(map(str, iterations))),
-                *("--save-id", save_id, "--stop", stop, "--numel", str(numel)),
+                *("--save-id", save_id, "--stop", stop),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -480,17 +508,10 @@ def _main() -> None:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--iterations", required=True)
     parser.add_argument("--save-id", required=True)
-    stops = ("staging", "staged", "committed", "saving")
-    parser.add_argument("--stop", choices=stops, required=True)
-    parser.add_argument("--numel", type=int, default=1000)
+    parser.add_argument("--stop", choices=("staging", "staged", "committed"), required=True)
     arguments = parser.parse_args()
-    trainer = FakeTrainer(
-        arguments.root,
-        config_of(arguments.runtime_dir),
-        arguments.rank,
-        arguments.world_size,
-        numel=arguments.numel,
-    )
+    config = config_of(arguments.runtime_dir)
+    trainer = FakeTrainer(arguments.root, config, arguments.rank, arguments.world_size)
 
     def name(iteration: int) -> str:
         """Return a name that is equal on all ranks without communication."""
@@ -505,14 +526,11 @@ def _main() -> None:
         with slot.data() as data:
             half = len(data) // 2
             data[:half] = content(trainer.rank, last, len(data))[:half]
-    elif arguments.stop in ("staged", "saving"):
+    elif arguments.stop == "staged":
         trainer.stage(last, arguments.save_id)
     else:
         assert trainer.save(last, arguments.save_id).error is None
     print(json.dumps({"agent_pid": trainer.client.agent_pid}), flush=True)
-    for iteration in itertools.count(last + 1) if arguments.stop == "saving" else ():
-        trainer.stage(iteration, name(iteration), state=SlotState.KEPT)
-        print(iteration, flush=True)
     sys.stdin.buffer.read()
 
 
