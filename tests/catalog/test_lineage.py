@@ -65,14 +65,6 @@ def test_a_run_that_continues_a_checkpoint_counts_before_it_has_left_one() -> No
     assert first(stored=[*DEAD, *PATH[:2]]) == in_storage(PATH[1])
 
 
-def test_a_run_from_scratch_counts_once_it_has_left_a_checkpoint() -> None:
-    runs = {**FACTS.runs, THIRD: ()}
-    assert first(runs=runs) == in_storage(PATH[-1])
-    own = saved(THIRD, 5)
-    assert first(runs=runs, held=[own]) == Candidate(own, in_memory=True)
-    assert choose(facts(runs=runs, held=[own])).candidates == (Candidate(own, in_memory=True),)
-
-
 def test_a_foreign_checkpoint_takes_the_place_of_one_in_memory_also_if_it_is_damaged() -> None:
     """A load that falls back does not take what `unused` says it does not use."""
     choice = choose(facts(stored=PATH[:3], held=[PATH[3]], foreign=[30]))
@@ -101,27 +93,6 @@ def test_a_tracker_that_was_set_back_excludes_all_that_is_newer(named: int) -> N
     assert choice.wish == named
     assert choice.candidates[0].save.iteration == named
     assert "a person wrote" in choice.unused[saved(SECOND, 35)]
-
-
-def test_a_tracker_that_an_agent_has_not_moved_yet_is_no_wish() -> None:
-    lagging = {"tracker": 25, "tracked": Tracked(25, PATH[2].save_id)}
-    assert first(**lagging) == in_storage(PATH[-1])
-    # The agent died between the tracker and its twin.
-    assert first(tracked=lagging["tracked"]) == in_storage(PATH[-1])
-
-
-def test_a_tracker_of_an_earlier_history_was_not_set_back() -> None:
-    """SECOND was opened for the wish 20, and its host died before it was written down."""
-    held = [saved(SECOND, 35)]
-    choice = choose(facts(tracker=20, tracked=Tracked(40, DEAD[1].save_id), held=held))
-    assert choice.candidates[0] == Candidate(held[0], in_memory=True)
-
-
-def test_a_tracker_set_back_after_a_load_of_a_step_is_a_wish() -> None:
-    """SECOND began with `--ckpt-step 20` while the tracker named 40."""
-    said = Tracked(40, DEAD[1].save_id, SECOND)
-    assert choose(facts(tracker=40, tracked=said)).wish is None
-    assert choose(facts(tracker=20, tracked=said)).wish == 20
 
 
 def test_a_tracker_that_names_a_dead_branch_or_nothing_is_no_wish() -> None:
@@ -184,17 +155,6 @@ def test_a_removed_tracker_means_from_scratch_and_a_new_one_counts_anew() -> Non
     assert first(**again, held=[own]) == in_storage(DEAD[1])
 
 
-def test_a_directory_without_tracker_and_twin_lost_its_first_commit() -> None:
-    assert first(tracker=None, tracked=None) == in_storage(PATH[-1])
-
-
-def test_a_copy_without_our_directory_is_led_by_its_tracker() -> None:
-    alone = {"tracked": None, "numbers": []}
-    assert first(**alone, tracker=25) == in_storage(PATH[2])
-    assert first(**alone, tracker=40) == in_storage(DEAD[1])
-    assert first(**alone, tracker=None) == in_storage(PATH[-1])
-
-
 def test_a_step_means_the_checkpoint_of_the_newest_history_or_else_the_latest() -> None:
     assert at(FACTS, 30) == PATH[-1]
     assert at(FACTS, 40) == DEAD[1]
@@ -203,12 +163,6 @@ def test_a_step_means_the_checkpoint_of_the_newest_history_or_else_the_latest() 
     assert at(FACTS, 77) is None
     unknown = saved(THIRD, 30)
     assert at(facts(stored=[*PATH, unknown]), 30) == PATH[-1], "no run of this directory made it"
-
-
-def test_a_run_descends_from_all_ancestors_of_its_checkpoint_but_of_a_release() -> None:
-    assert descent(PATH[-1], LEFT) == (Ancestor(SECOND, 30), *LEFT)
-    weights = Save(RELEASE, PATH[0].save_id)
-    assert descent(weights, LEFT) == (Ancestor(FIRST, RELEASE),)
 
 
 @pytest.mark.parametrize(

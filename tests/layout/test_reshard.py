@@ -218,18 +218,3 @@ def test_rows_are_one_region_only_if_adjacent_on_both_sides():
 
 def test_the_hull_of_columns_begins_and_ends_with_a_wanted_element():
     assert overlap(Run((0, 0), (4, 6), 0, 24), Run((0, 2), (4, 3), 0, 12)) == Overlap(12, 2, 23)
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        pytest.param(Run((2, 0), (2, 6), 0, 12), id="other box"),
-        pytest.param(Run((0, 0), (2, 6), 7, 12), id="other range"),
-        pytest.param(Run((0, 0), (2, 6), 3, 3), id="nothing of it"),
-        pytest.param(Run((0, 3), (2, 0), 0, 0), id="a box of no elements"),
-    ],
-)
-def test_runs_of_different_elements_do_not_overlap(wanted):
-    stored = Run((0, 0), (2, 6), 0, 7)
-    assert regions(stored, wanted) == []
-    assert overlap(stored, wanted).numel == 0

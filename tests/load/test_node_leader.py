@@ -183,21 +183,6 @@ def connections() -> int:
     return sum(row.split()[-1] == name for row in rows) - 1  # the listener itself
 
 
-def test_the_others_read_after_a_timeout_if_the_reader_hangs(node: Node) -> None:
-    node.start(0, "--content", "", "--in-read", "hang")
-    node.await_reader(0)
-    patience = ["--appear-s", "1000", "--answer-s", "0.5"]
-    lines = [node.start(rank, "--content", f"of {rank}", *patience) for rank in (1, 2, 3)]
-    assert printed(lines) == ["of 1", "of 2", "of 3"]
-
-
-def test_the_others_read_after_a_timeout_if_the_reader_never_starts(node: Node) -> None:
-    patience = ["--appear-s", "0.5", "--answer-s", "1000"]
-    lines = [node.start(rank, "--content", f"of {rank}", *patience) for rank in (1, 2)]
-    assert printed(lines) == ["of 1", "of 2"]
-    assert node.readers() == [1, 2]
-
-
 def test_waiting_ranks_get_their_answer_if_the_reader_then_exits(node: Node) -> None:
     """The reader ends in this way if it refuses the checkpoint."""
     first = node.start(0, "--content", "of 0", "--in-read", "await")
@@ -326,25 +311,6 @@ def test_an_answer_of_another_user_is_ignored(
         with other, contextlib.suppress(OSError):
             other.sendall(GOOD)
         assert rank.result(SOON_S) == taken
-
-
-@pytest.mark.usefixtures("one_call")
-@pytest.mark.parametrize(("more", "sent"), [(0, True), (1, False)], ids=["own", "other"])
-def test_another_user_gets_no_answer(
-    monkeypatch: pytest.MonkeyPatch, more: int, sent: bool
-) -> None:
-    monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid() + more))
-    place = node_leader.place_of(variables(0, 2))
-    assert place is not None
-    assert read_in(0, lambda: b"secret", ranks=2) == b"secret"
-    with socket.socket(socket.AF_UNIX) as other:
-        other.connect(node_leader.socket_name(place, next(node_leader._calls), "topic"))
-        assert (b"secret" in other.recv(2**10)) == sent
-    if not sent:  # let the leader's thread end
-        monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid()))
-        with socket.socket(socket.AF_UNIX) as own:
-            own.connect(node_leader.socket_name(place, next(node_leader._calls), "topic"))
-            assert b"secret" in own.recv(2**10)
 
 
 @pytest.mark.usefixtures("one_call")
