@@ -206,15 +206,6 @@ def test_ranges_of_equal_length_share_the_template_and_differ_in_their_start():
     assert one.placement != other.placement
 
 
-def test_equal_pieces_are_a_local_hit_with_the_same_layout_object():
-    store = Store()
-    cache = store.cache()
-    first = cache.layout([PIECE])
-    assert cache.layout([msgspec.structs.replace(PIECE)]) is first
-    assert cache.origins == {"kept": 1, "computed": 1}
-    assert len(store) == 1
-
-
 @settings(max_examples=50)
 @given(piece_lists)
 def test_a_restarted_rank_gets_its_plan_from_the_agent(ordered):

@@ -301,20 +301,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 def test_every_rank_receives_every_wanted_byte(
     results: list[dict], name: str, node: tuple[int, ...]
 ) -> None:
+    """The bytes from ranks of other nodes are counted."""
     case = CASES[name]
+    of_node = [{rank, *node} if rank in node else {rank} for rank in range(RANKS)]
+    received = [result[f"{name}, {node}"][0] for result in results]
     for rank, wanted in enumerate(case.wanted):
         _, digests = results[rank][f"{name}, {node}"]
         assert digests == [digest(content(case.tensors, piece)) for piece in wanted]
-
-
-@pytest.mark.parametrize("node", NODES)
-@pytest.mark.parametrize("name", CASES)
-def test_bytes_from_ranks_of_other_nodes_are_counted(
-    results: list[dict], name: str, node: tuple[int, ...]
-) -> None:
-    case = CASES[name]
-    of_node = [{rank, *node} if rank in node else {rank} for rank in range(RANKS)]
-    for rank, wanted in enumerate(case.wanted):
         plan = read_plan(wanted, sources_of(case.stored), name)
         from_others = sum(
             read.nbytes
@@ -322,8 +315,7 @@ def test_bytes_from_ranks_of_other_nodes_are_counted(
             for read in reads
             if source not in of_node[rank]
         )
-        assert results[rank][f"{name}, {node}"][0] == from_others
-    received = [result[f"{name}, {node}"][0] for result in results]
+        assert received[rank] == from_others
     assert (name == "nothing from others" or len(node) == RANKS) == (not any(received))
 
 
