@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -53,15 +52,6 @@ _SMALL_NBYTES = 2**20
 _TRACKED = msgspec.json.Decoder(Tracked)
 
 
-class _Listing(NamedTuple):
-    """The iteration directories of a store."""
-
-    ended: list[Save]
-    """Saves that have an end."""
-    foreign: list[int]
-    """Iterations that another program has written."""
-
-
 # ---------------------------------------------------------------------- facts
 
 
@@ -75,8 +65,8 @@ def read_facts(store: Store, held: Mapping[Save, Ancestors] | None = None) -> Fa
         FormatVersionError: the directory is of format 1.
         StorageError: the store does not answer.
     """
-    listing = _list_iterations(store)
-    stored = _committed(store, listing.ended)
+    ended, foreign = _list_iterations(store)
+    stored = _committed(store, ended)
     in_memory = held or {}
     numbers = run_numbers(store)
     left = {save.run for save in (*stored, *in_memory)}
@@ -100,7 +90,7 @@ def read_facts(store: Store, held: Mapping[Save, Ancestors] | None = None) -> Fa
         tracked=tracked(store),
         runs=runs,
         stored=stored,
-        foreign=listing.foreign,
+        foreign=foreign,
         held=list(in_memory),
         tracker_is_damaged=is_damaged,
         numbers=numbers,
@@ -142,18 +132,22 @@ def _tracker(store: Store) -> tuple[int | None, bool]:
 # ---------------------------------------------------------------------- iterations
 
 
-def _list_iterations(store: Store) -> _Listing:
-    """Return what the iteration directories hold. Links are not entered."""
+def _list_iterations(store: Store) -> tuple[list[Save], list[int]]:
+    """Return the saves that have an end, and the iterations that another program has written.
+
+    Links are not entered.
+    """
     entries = iteration_entries(store)
     iterations = [iteration for iteration, entry in entries.items() if entry.kind == "directory"]
     listed = for_all(lambda iteration: _names_in(store, iteration), iterations)
-    listing = _Listing([], [])
+    ended: list[Save] = []
+    foreign: list[int] = []
     for iteration, names in zip(iterations, listed, strict=True):
         saves = [Save(iteration, save_id) for save_id in ends_in(names)]
-        listing.ended.extend(saves)
+        ended += saves
         if not saves and is_foreign(names):
-            listing.foreign.append(iteration)
-    return listing
+            foreign.append(iteration)
+    return ended, foreign
 
 
 def iteration_entries(store: Store) -> dict[int, Entry]:

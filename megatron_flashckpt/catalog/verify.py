@@ -42,13 +42,11 @@ def verify(
     stop = threading.Event()
     ranks = range(len(stored.manifest.shards))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        jobs = [pool.submit(_verify_shard, stored, rank, on_read, stop) for rank in ranks]
         try:
-            for job in jobs:
-                damages += job.result()
+            for found in pool.map(lambda rank: _verify_shard(stored, rank, on_read, stop), ranks):
+                damages += found
         except BaseException:  # KeyboardInterrupt must not wait for gigabytes of reads
             stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
             raise
     return damages
 

@@ -265,19 +265,15 @@ def check(manifest: Manifest, place: str) -> None:
                 f"{shard.file}: a placement of {len(shard.placement)} numbers for a template that "
                 f"takes {lengths[shard.template]}"
             )
-    if any(item.placed_at < 0 for items in manifest.templates.values() for item in items):
+    all_items = [item for items in manifest.templates.values() for item in items]
+    if any(item.placed_at < 0 for item in all_items):
         problems.append("a template's numbers begin before its placement")
-    if any(
-        not 0 <= item.key < len(manifest.keys)
-        for items in manifest.templates.values()
-        for item in items
-    ):
+    if any(not 0 <= item.key < len(manifest.keys) for item in all_items):
         problems.append("a template names a key that is not in the table")
     problems += sorted(
         {
             f"a template has {item.numel} elements of type {item.dtype!r}"
-            for items in manifest.templates.values()
-            for item in items
+            for item in all_items
             if item.dtype not in ITEMSIZE or item.numel < 0
         }
     )

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from megatron_flashckpt.layout.piece import Piece, Shape
-from megatron_flashckpt.layout.reshard import Run
 from megatron_flashckpt.layout.stored_index import LIMIT
-from megatron_flashckpt.layout.template import Source, TemplateItem, piece_of, placement_length
+from megatron_flashckpt.layout.template import Source, placement_length
 
 # Plain tuples as keys: named tuples double the time for 20,000 items.
 Tensors = Mapping[tuple[str, str, str, Shape], int]
 """Number of elements stored by all ranks together, by kind, key, type and global shape."""
-
-TypedRuns = dict[tuple[str, str], list[tuple[Run, str]]]
-"""Stored runs by kind and key, each with its type."""
 
 
 class StoredPieces(NamedTuple):
@@ -45,24 +41,6 @@ def stored_tensors(sources: Iterable[Source]) -> Tensors:
             tensor = item.kind, item.key, item.dtype, item.global_shape
             numels[tensor] = numels.get(tensor, 0) + users[number] * item.numel
     return numels
-
-
-def typed_runs(sources: Iterable[Source], names: Collection[tuple[str, str]]) -> TypedRuns:
-    """Return the stored runs of the tensors `names` (kind and key), each with its type."""
-    items: dict[int, tuple[int, list[TemplateItem]]] = {}
-    runs: TypedRuns = {name: [] for name in names}
-    for source in sources:
-        template = source.template
-        if id(template) not in items:
-            named = [item for item in template.items if (item.kind, item.key) in names]
-            items[id(template)] = placement_length(template.items), named
-        length, of_template = items[id(template)]
-        if len(source.placement) != length:  # `read_plan` reports this defect
-            continue
-        for item in of_template:
-            run = Run.of(piece_of(item, source.placement))
-            runs[item.kind, item.key].append((run, item.dtype))
-    return runs
 
 
 def pieces_stored_once(source: Source, tensors: Tensors) -> StoredPieces:

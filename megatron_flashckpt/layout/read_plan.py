@@ -102,7 +102,7 @@ def read_plan(
             padded.append(index)
         parts = _parts(index, piece, variants[shape, piece.dtype])
         several = len(variants) > 1 and piece.kind != RANK_STATE
-        types = _stored_types(piece, variants) if several else []
+        types = stored_types(piece, variants) if several else []
         if numel and not parts and not types:
             if lenient:
                 absent.append(index)
@@ -134,7 +134,7 @@ def stored_names(
     """
     stored = stored_columns(sources, hulls(pieces), place) if pieces else {}
     names = ((piece, (piece.kind, piece.key)) for piece in pieces)
-    return {name for piece, name in names if _stored_types(piece, stored.get(name, {}))}
+    return {name for piece, name in names if stored_types(piece, stored.get(name, {}))}
 
 
 def missing_state(
@@ -241,8 +241,8 @@ def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool)
     return None
 
 
-def _stored_types(piece: Piece, variants: Mapping[Variant, Rows | Columns]) -> list[str]:
-    """Return the element types in which parts of `piece` are stored."""
+def stored_types(piece: Piece, variants: Mapping[Variant, Rows | Columns]) -> list[str]:
+    """Return the element types in which parts of `piece` are stored, in order."""
     wanted = Run.of(piece)
     return sorted(
         dtype

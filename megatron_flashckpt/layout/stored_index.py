@@ -25,6 +25,8 @@ from megatron_flashckpt.layout.template import Source, TemplateItem, placement_l
 Numbers = npt.NDArray[np.int64]
 _Hull = tuple[Shape, Shape]
 """Low and high corner of a box."""
+#: Hull with which all runs of a tensor overlap: it has no axes to compare.
+ANYWHERE: _Hull = ((), ())
 Name = tuple[str, str]
 """Kind and key."""
 Variant = tuple[Shape, str]

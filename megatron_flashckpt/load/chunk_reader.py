@@ -127,12 +127,9 @@ def _touches(read: Read, index: int, piece: Piece) -> bool:
 
 def deliver(chunk: ChunkReads, data: memoryview, sink: Sink) -> None:
     """Pass the requested parts of `data`, the contents of `chunk`, to `sink`."""
-    if parts := [_part(chunk, read, data) for read in chunk.reads]:
+    start = chunk.number * CHUNK_NBYTES
+    if parts := [part_of(read, start, data) for read in chunk.reads]:
         sink.put(parts)
-
-
-def _part(chunk: ChunkReads, read: Read, data: memoryview) -> Part:
-    return part_of(read, chunk.number * CHUNK_NBYTES, data)
 
 
 def part_of(read: Read, start: int, data: memoryview) -> Part:
@@ -163,7 +160,7 @@ def _destinations(
     for read in chunk.reads:
         low, high = _within(read, start, nbytes)
         if low < placed:  # two reads overlap
-            return [buffer], [_part(chunk, read, buffer) for read in chunk.reads]
+            return [buffer], [part_of(read, start, buffer) for read in chunk.reads]
         view = None
         if low >= buffered and high - low >= _PLACED_NBYTES:
             view = sink.place(read, start + low - read.source_offset, high - low)

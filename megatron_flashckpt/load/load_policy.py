@@ -8,11 +8,6 @@ from collections.abc import Callable
 from megatron_flashckpt.megatron_lm.side_state import COMMON_STATE
 
 
-def loads_nothing(directory: str) -> bool:
-    """Return False: the caller leaves all formats to this package."""
-    return False
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadPolicy:
     """The wishes of the caller. The stand-ins make it from Megatron's args."""
@@ -37,7 +32,7 @@ class LoadPolicy:
     """False: read the side state only."""
     needs: tuple[str, ...] = COMMON_STATE
     """Keys of the common state without which the caller cannot resume."""
-    caller_loads: Callable[[str], bool] = loads_nothing
+    caller_loads: Callable[[str], bool] = lambda directory: False
     """Returns whether the caller itself loads from a directory what other programs wrote there;
     otherwise it is an error."""
     uses_checkpoint_args: bool = False

@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -19,14 +19,21 @@ from megatron_flashckpt.layout.exact_match import (
     NOTHING_STORED,
     StoredPieces,
     Tensors,
-    TypedRuns,
     pieces_stored_once,
     stored_tensors,
-    typed_runs,
 )
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
-from megatron_flashckpt.layout.reshard import Run, overlap
-from megatron_flashckpt.layout.stored_index import LIMIT, outside_error
+from megatron_flashckpt.layout.read_plan import stored_types
+from megatron_flashckpt.layout.stored_index import (
+    ANYWHERE,
+    LIMIT,
+    Columns,
+    Name,
+    Rows,
+    Variant,
+    outside_error,
+    stored_columns,
+)
 from megatron_flashckpt.layout.template import Placement, Source, TemplateItem, piece_of
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 
@@ -87,29 +94,30 @@ class SavedJob:
         return stored_tensors(self.sources)
 
     @functools.cached_property
-    def types(self) -> dict[tuple[str, str], set[str]]:
+    def types(self) -> dict[Name, set[str]]:
         """Element types of all stored tensors by kind and key; layers of a key may differ."""
-        types: dict[tuple[str, str], set[str]] = {}
+        types: dict[Name, set[str]] = {}
         for kind, key, dtype, _ in self.tensors:
             types.setdefault((kind, key), set()).add(dtype)
         return types
 
     @functools.cached_property
-    def _mixed(self) -> TypedRuns:
+    def _mixed(self) -> dict[Name, dict[Variant, Rows | Columns]]:
         """Runs of the tensors whose layers differ in type."""
-        mixed = {name for name, types in self.types.items() if len(types) > 1}
-        return typed_runs(self.sources, mixed) if mixed else {}
+        mixed = [name for name, types in self.types.items() if len(types) > 1]
+        hulls = dict.fromkeys(mixed, ANYWHERE)
+        return stored_columns(self.sources, hulls, self.place) if mixed else {}
 
     def type_of(self, kind: str, piece: Piece) -> str | None:
         """Return the type in which the elements of `piece`, of any kind, are stored as `kind`.
 
         None: they are not stored.
         """
-        types = self.types.get((kind, piece.key), ())
-        if len(types) < 2:
-            return next(iter(types), None)
-        wanted, runs = Run.of(piece), self._mixed[kind, piece.key]
-        return next((dtype for run, dtype in runs if overlap(run, wanted).numel), None)
+        name = kind, piece.key
+        types: Collection[str] = self.types.get(name, ())
+        if len(types) > 1:
+            types = stored_types(piece, self._mixed[name])
+        return min(types, default=None)
 
     @functools.cached_property
     def derived_keys(self) -> set[str]:
