@@ -56,8 +56,13 @@ class StoredCheckpoint:
         self._shards: dict[int, Shard] = {}
         self._kept = KeptFiles()
         self.manifest: Manifest = manifest.decode_manifest(encoded_manifest, self.end_place)
-        if save.iteration not in (self.manifest.iteration, file_names.RELEASE):
-            raise renamed(self.place, self.manifest.iteration)
+        iteration = self.manifest.iteration
+        if save.iteration not in (iteration, file_names.RELEASE):
+            raise RenamedCheckpointError(
+                f"{self.place}: holds iteration {iteration}, so this directory was renamed or "
+                f"copied; rename it to {file_names.iteration_dir(iteration)} and write {iteration} "
+                f"into {file_names.TRACKER}, or {ANOTHER}"
+            )
         if self.manifest.save_id != save.save_id:
             raise CorruptCheckpointError(
                 f"{self.end_place}: is the end of {self.manifest.save_id}; {OLDER}"
@@ -200,15 +205,6 @@ class StoredCheckpoint:
             yield
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {OLDER}") from error
-
-
-def renamed(place: str, iteration: int) -> RenamedCheckpointError:
-    """Return the error for a directory `place` that holds the checkpoint of `iteration`."""
-    return RenamedCheckpointError(
-        f"{place}: holds iteration {iteration}, so this directory was renamed or copied; rename it "
-        f"to {file_names.iteration_dir(iteration)} and write {iteration} into "
-        f"{file_names.TRACKER}, or {ANOTHER}"
-    )
 
 
 def read_manifest(store: Store, save: Save) -> bytes:

@@ -30,11 +30,10 @@ from megatron_flashckpt.layout.template import Placement, Source, Template, Temp
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, read_all, reader_threads
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
-from megatron_flashckpt.load.node_slots import LentSlot, NodeSlots
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
 from megatron_flashckpt.load.saved_job import SavedJob
-from megatron_flashckpt.load.slot_chunks import OfferedSlot
+from megatron_flashckpt.load.slot_chunks import LentSlot, NodeSlots, OfferedSlot
 from megatron_flashckpt.load.straight_copies import StraightCopies
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save.gc_pause import gc_paused

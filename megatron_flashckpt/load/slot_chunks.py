@@ -1,5 +1,7 @@
 """A checkpoint in a slot: its verified chunks, and for the own rank its description.
 
+A rank reads its own slot and those of other ranks of its node, which the agent lends.
+
 The slot is read through its file descriptor (a memfd), because a new process must first map every
 page of its mapping. Page-locking maps the pages, so a GPU and the digests of its copies use the
 mapping. If source and target differ modulo 32 bytes, a copy uses the mapping, too, because the
@@ -9,12 +11,14 @@ kernel copies such bytes slowly: with digests, in 0.19 instead of 0.13 CPU s per
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import torch
 
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import UNDECODABLE, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_count, new_chunk_digest
 from megatron_flashckpt.memory.pinned_slab import borders
@@ -171,3 +175,52 @@ class OfferedSlot(SlotChunks):
             )
         self.data = torch.frombuffer(self._memory, dtype=torch.uint8)
         """The data as flat uint8; only bytes that were read as chunks are verified."""
+
+
+class _Owner(msgspec.Struct):
+    """The part of a slot's description that names its rank; the rest is not decoded."""
+
+    rank: int
+
+
+_OWNER = msgspec.msgpack.Decoder(_Owner)
+
+
+class LentSlot(SlotChunks):
+    """A slot of another rank of this node, read only. Its slab is closed with this object.
+
+    Raises:
+        CorruptCheckpointError: the slot differs from the agent's offer.
+    """
+
+    def __init__(self, slab: Slab, offer: Offer, rank: int) -> None:
+        weakref.finalize(self, slab.close).atexit = False  # the kernel closes it at exit
+        super().__init__(slab, offer, rank)
+        encoded = slab.slots[offer.slot].encoded_meta()
+        try:
+            owner = _OWNER.decode(encoded).rank
+        except UNDECODABLE as error:
+            raise CorruptCheckpointError(f"{self.place}: no description ({error})") from error
+        if owner != rank:
+            raise CorruptCheckpointError(
+                f"{self.place}: belongs to rank {owner}; host memory is damaged"
+            )
+
+
+class NodeSlots:
+    """The slots of a node that one rank reads, by rank. See `SlotChunks`."""
+
+    def __init__(self, by_rank: Mapping[int, SlotChunks]) -> None:
+        self.by_rank = by_rank
+
+    def data_nbytes(self, rank: int) -> int:
+        return self.by_rank[rank].data_nbytes(rank)
+
+    def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+        self.by_rank[rank].read_chunk(rank, number, parts)
+
+    def locked(self, rank: int, low: int, high: int) -> list[memoryview]:
+        return self.by_rank[rank].locked(rank, low, high)
+
+    def verify(self, rank: int, number: int) -> None:
+        self.by_rank[rank].verify(rank, number)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.load.chunk_reader import ChunkReads, Part, part_of
 from megatron_flashckpt.load.gpu_buffers import Gpu
-from megatron_flashckpt.load.node_slots import NodeSlots
+from megatron_flashckpt.load.slot_chunks import NodeSlots
 from megatron_flashckpt.load.targets import Targets
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.load.node_slots import LentSlot
+from megatron_flashckpt.load.slot_chunks import LentSlot
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
