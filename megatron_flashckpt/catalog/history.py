@@ -118,11 +118,6 @@ def find(store: Store, save_id: str) -> PastSave | None:
     return next((past for past in reversed(found) if isinstance(past, PastSave)), None)
 
 
-def read(store: Store) -> list[PastSave]:
-    """Return the saves in the history, oldest first; see `events`."""
-    return [past for past in events(store) if isinstance(past, PastSave)]
-
-
 def events(store: Store) -> list[PastSave | PastStart]:
     """Return the last `_MOST` saves and starts, oldest first, without those of unknown form.
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.connecting import connect
-from megatron_flashckpt.catalog import history
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
+from tests.support.histories import saves_in
 from tests.support.rank_job import Job
 from tests.support.trainer import (
     PATIENCE_S,
@@ -49,7 +48,7 @@ def test_a_wait_without_a_pending_save_ends_by_a_read_of_storage(
     job: Job, node: Node, root: Path, left: str
 ) -> None:
     job.stage(1)
-    eventually("the commit", lambda: history.read(PosixStore(root)))
+    eventually("the commit", lambda: saves_in(root))
     connect(str(root), 0, 0, node.config()).close()
     if left != "manifest":
         remove_tree(root / file_names.iteration_dir(1))

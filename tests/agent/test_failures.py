@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.catalog import history
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
+from tests.support.histories import saves_in
 from tests.support.stored import assert_intact, files_of_ours, read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
@@ -59,7 +58,7 @@ def test_a_save_on_a_full_disk_fails_and_frees_its_space(small_disk: Path, node:
     ]
     assert save_all(trainers, 1) == [None, None]
     # Trainers hear of a save before it is in the history.
-    eventually("the history of the first save", lambda: history.read(PosixStore(root)))
+    eventually("the history of the first save", lambda: saves_in(root))
     ballast = small_disk / "ballast"
     free = _free_nbytes(small_disk)
     ballast.write_bytes(bytes(free - 100_000))

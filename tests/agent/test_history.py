@@ -10,19 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_flashckpt.catalog import history
-from megatron_flashckpt.catalog.history import PastSave
 from megatron_flashckpt.file_format.file_names import HISTORY, shard_name
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
+from tests.support.histories import saves_in
 from tests.support.stored import stored
 from tests.support.trainer import eventually, new_save_id
-
-
-def saves_in(root: Path) -> list[PastSave]:
-    return history.read(PosixStore(root))
 
 
 def test_manifest_and_history_hold_the_timings_of_a_save(node: Node, root: Path) -> None:

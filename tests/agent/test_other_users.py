@@ -13,10 +13,9 @@ import pytest
 
 import megatron_flashckpt
 from megatron_flashckpt.agent.place import Place
-from megatron_flashckpt.catalog import history
-from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.agent.test_places import NOBODY, as_root
+from tests.support.histories import saves_in
 from tests.support.trainer import FakeTrainer, eventually
 
 #: A script that tries all accesses to the given paths, and prints those that succeed.
@@ -118,7 +117,7 @@ def test_files_get_the_modes_that_the_umask_leaves_and_the_group_of_their_direct
         assert trainer.save(1).error is None
     finally:
         os.umask(former)
-    eventually("the history", lambda: history.read(PosixStore(root)))
+    eventually("the history", lambda: saves_in(root))
     eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
     for path in [root, *root.rglob("*")]:
         status = path.lstat()

@@ -16,12 +16,11 @@ from megatron_flashckpt.agent.log import path_in
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.node import Node as AgentNode
 from megatron_flashckpt.agent.settings import by_name, differences, settings_of
-from megatron_flashckpt.catalog import history
 from megatron_flashckpt.config import AgentConfig, Config, LocalTier, Trace
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save import peer_setup
-from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
+from tests.support.histories import saves_in
 from tests.support.trainer import FakeTrainer, blocked_shard, eventually, new_save_id
 
 #: Settings of the section `agent` that trainers use, each run its own.
@@ -119,7 +118,7 @@ def test_the_settings_of_the_newest_run_apply_and_both_logs_name_them(
         eventually("the notice of a slow save", lambda: ranks[0].client.poll().notices)
     save(ranks, 2, new_save_id(), staged=save_id)
 
-    eventually("the history", lambda: history.read(PosixStore(root)))
+    eventually("the history", lambda: saves_in(root))
     shared = path_in(str(root), platform.node())
     eventually("the shared log", lambda: "committed iteration 2" in shared.read_text())
     assert list((node.runtime_dir.parent / "disk").rglob("iter_0000002/*.slot"))

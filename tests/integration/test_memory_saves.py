@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.catalog import history
 from megatron_flashckpt.file_format.file_names import OWN
-from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.support.histories import saves_in
 from tests.support.megatron_jobs import (
     Result,
     await_no_agent,
@@ -139,7 +138,7 @@ def test_memory_saves_are_logged_as_kept_and_leave_storage_unchanged(jobs: Jobs)
             "iter_0000008",
             "latest_checkpointed_iteration.txt",
         ]
-        past = history.read(PosixStore(jobs.tmp_path / name))
+        past = saves_in(jobs.tmp_path / name)
         assert [save.iteration for save in past] == [4, 8]
     assert "memory_interval 2: as with --non-persistent-save-interval 2" in jobs.b.log
 

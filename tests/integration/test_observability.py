@@ -12,6 +12,7 @@ import pytest
 from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.storage.posix_store import PosixStore
+from tests.support.histories import saves_in
 from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
 
 SCALARS = {
@@ -87,7 +88,7 @@ def test_weights_and_biases_gets_timings_at_increasing_steps(job: Result) -> Non
 
 
 def saves_of(where: Path) -> list[history.PastSave]:
-    return history.read(PosixStore(where / "save"))
+    return saves_in(where / "save")
 
 
 def test_a_trace_has_all_phases_of_both_ranks_in_order(job: Result, where: Path) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from megatron_flashckpt.catalog.history import PastSave, PastStart
+from pathlib import Path
+
+from megatron_flashckpt.catalog.history import PastSave, PastStart, events
 from megatron_flashckpt.file_format.file_names import run_name, save_name
 from megatron_flashckpt.layout.save_cost import SaveCost
+from megatron_flashckpt.storage.opening import open_store
 
 GB = 10**9
+
+
+def saves_in(root: Path) -> list[PastSave]:
+    """Return the saves in the history of a save directory, oldest first."""
+    return [event for event in events(open_store(root)) if isinstance(event, PastSave)]
 
 
 def run_of_saves(
