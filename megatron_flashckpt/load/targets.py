@@ -47,24 +47,11 @@ class Targets:
     def place(self, read: Read, offset: int, nbytes: int) -> memoryview | None:
         """Return the destination of `nbytes` bytes of `read` from byte `offset` on.
 
-        Returns None if these bytes need a conversion, or if their destination is not contiguous
-        host memory.
-        """
-        target = self._in_same_box(read, offset, nbytes)
-        if target is None:
-            target = self._contiguous(read, offset, nbytes)
-        if target is None or target.device.type != "cpu" or not target.is_contiguous():
-            return None
-        memory: memoryview = target.view(torch.uint8).numpy().data
-        return memory
-
-    def _contiguous(self, read: Read, offset: int, nbytes: int) -> torch.Tensor | None:
-        """Return the contiguous elements that take `nbytes` bytes of `read` from `offset` on.
-
-        Returns None if the bytes are converted or go to several places.
+        Returns None if these bytes need a conversion, go to several places, or if their
+        destination is not contiguous host memory.
         """
         target, carrier = self._carried(read.wanted)
-        if target.dtype != carrier:  # the elements are converted
+        if target.dtype != carrier or target.device.type != "cpu" or not target.is_contiguous():
             return None
         size = target.itemsize
         first = read.stored.start + offset // size
@@ -73,7 +60,8 @@ class Targets:
         if len(parts) != 1 or not parts[0].gapless or parts[0].shape != (nbytes // size,):
             return None
         begin = parts[0].target_start
-        return target[begin : begin + nbytes // size]
+        memory: memoryview = target[begin : begin + nbytes // size].view(torch.uint8).numpy().data
+        return memory
 
     def put(self, parts: list[Part]) -> None:
         """Copy parts of a chunk into the tensors.
@@ -90,9 +78,7 @@ class Targets:
 
     def enqueue(self, parts: list[Part]) -> None:
         """Copy parts as `put` does. A GPU may still read the sources when this returns."""
-        self._copy(parts, non_blocking=self.gpu is not None)
-
-    def _copy(self, parts: list[Part], *, non_blocking: bool) -> None:
+        non_blocking = self.gpu is not None
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for part in parts:
