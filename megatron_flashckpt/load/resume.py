@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
 
 from megatron_flashckpt.catalog.directory import read_facts
-from megatron_flashckpt.catalog.lineage import Choice, Facts, Save, choose
+from megatron_flashckpt.catalog.lineage import Facts, Save, choose
 from megatron_flashckpt.catalog.tracker import tracker_text
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
@@ -115,8 +115,10 @@ def load(call: LoadCall) -> LoadResult:
     result = LoadResult(loaded, call.policy, call.directory)
     if loaded is None:
         _refuse_foreign(candidates, request, call)
-        if memory.incomplete and not run_on_rank_0(lambda: _holds_checkpoint(call)):
-            refuse_to_drop(memory.incomplete)
+        if memory.incomplete:
+            unused = run_on_rank_0(lambda: _unused_if_empty(call, HeldInMemory()))
+            if unused is not None:
+                refuse_to_drop(memory.incomplete)
         if call.policy.uses_checkpoint_args:
             # Without a checkpoint to load, no collective has raised this rank's refusal so far.
             run_and_agree(request.raise_refusal)
@@ -127,7 +129,11 @@ def load(call: LoadCall) -> LoadResult:
         return result
     call.apply(loaded, call.policy)
     if resumed is not None:
-        _continue_from(loaded, call, resumed, directory.facts)  # ends after all ranks began it
+        hit("load.unadopted")
+        origin = loaded.origin
+        # This is collective, so no rank returns before all ranks have loaded.
+        _open_run(call, resumed, origin.save, origin.ancestors, directory.facts, origin.source)
+        hit("load.adopted")
     else:
         _report_unused_memory(call)
         _await_all_ranks()
@@ -159,16 +165,15 @@ def _with_directory(call: LoadCall, memory: HeldInMemory) -> tuple[LoadCall, Hel
     pretrained = call.policy.pretrained
     if pretrained is None:
         return call, memory
-    choice = run_on_rank_0(lambda: _choice_in(call, memory))
-    if choice is None or choice.candidates:
+    unused = run_on_rank_0(lambda: _unused_if_empty(call, memory))
+    if unused is None:
         return call, memory
     refuse_to_drop(memory.incomplete)
-    if this_rank() == 0:
-        report_unused(choice.unused)
     # No save in memory is of the history of the pretrained model.
     memory = HeldInMemory((), memory.incomplete)
-    if this_rank() == 0:  # Megatron's own line
-        print(
+    if this_rank() == 0:
+        report_unused(unused)
+        print(  # Megatron's own line
             f"Checkpoint file not found in load directory {call.directory} attempting to finetune "
             f"with checkpoint in {pretrained}",
             flush=True,
@@ -184,23 +189,21 @@ def _has_tracker(call: LoadCall) -> bool:
     return tracker_text(_store(call)) is not None
 
 
-def _holds_checkpoint(call: LoadCall) -> bool:
-    """Return whether the directory has a tracker, or a checkpoint that no tracker names yet."""
-    choice = _choice_in(call, HeldInMemory())
-    return choice is None or bool(choice.candidates)
+def _unused_if_empty(call: LoadCall, memory: HeldInMemory) -> Mapping[Save, str] | None:
+    """Return why saves in memory do not count, if directory and memory offer no checkpoint.
 
-
-def _choice_in(call: LoadCall, memory: HeldInMemory) -> Choice | None:
-    """Return what directory and memory offer; None: the directory has a tracker, which decides."""
+    None: the directory has a tracker, or there is a checkpoint that no tracker names yet.
+    """
     if call.directory is None:
-        return Choice()
+        return {}
     if _has_tracker(call):
         return None
     store = _store(call)
     facts = read_settled(
         lambda: read_facts(store, memory.ancestors), store.place, _wait_s(call, call.directory)
     )
-    return choose(facts)
+    choice = choose(facts)
+    return None if choice.candidates else choice.unused
 
 
 def _wait_s(call: LoadCall, directory: str) -> float:
@@ -338,16 +341,6 @@ def _report_unused_memory(call: LoadCall) -> None:
 def _await_all_ranks() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-
-
-def _continue_from(
-    loaded: LoadedCheckpoint, call: LoadCall, saves: Checkpointer, facts: Facts | None
-) -> None:
-    """Open the run that continues the loaded checkpoint. Collective."""
-    hit("load.unadopted")
-    origin = loaded.origin
-    _open_run(call, saves, origin.save, origin.ancestors, facts, origin.source)
-    hit("load.adopted")
 
 
 def _open_run(

@@ -13,17 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.template import Source
-from tests.support.strategies import in_layout_order, layout_of, tilings
-
-
-def source(rank: int, pieces: list[Piece]) -> Source:
-    layout = layout_of(in_layout_order(pieces))
-    return Source(rank, layout.template, layout.placement)
+from tests.support.strategies import in_layout_order, tilings
+from tests.support.worlds import source, sources_of
 
 
 def problems(*ranks: list[Piece]) -> list[str]:
-    return incomplete([source(rank, pieces) for rank, pieces in enumerate(ranks)])
+    return incomplete(sources_of(list(map(in_layout_order, ranks))))
 
 
 def part(
@@ -211,9 +206,9 @@ def test_states_of_ranks_may_differ_in_size():
 
 
 def test_a_piece_outside_its_tensor_is_named_with_its_rank():
-    sound = source(0, [*WHOLE, LAST])
+    sound = source(5, in_layout_order([*WHOLE, LAST]))
     moved = (9, *sound.placement[1:])
-    outside, left = incomplete([Source(5, sound.template, moved)])
+    outside, left = incomplete([sound._replace(placement=moved)])
     assert outside.startswith("rank 5: ")
     assert "leaves the global shape (4, 6)" in outside
     assert left == "weight/w: at least 12 of 24 elements are in no box"
