@@ -16,7 +16,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import pieces_of
-from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.storage.object_store import part_nbytes
 from megatron_flashckpt.storage.opening import open_store
@@ -72,7 +72,8 @@ class Ours:
         checkpoint = open_checkpoint(open_store(self._url), number)
         for pieces, tensors in zip(self._pieces, self._tensors, strict=True):
             plan = read_plan(pieces, checkpoint.sources(), checkpoint.place)
-            read_all(checkpoint, plan, pieces, Targets(pieces, tensors), threads=4)
+            with ChunkReader(checkpoint, threads=4) as reader:
+                reader.read(chunk_reads(plan, pieces), Targets(pieces, tensors))
 
     def close(self) -> None:
         for rank in self._ranks:

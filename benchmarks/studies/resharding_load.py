@@ -28,7 +28,7 @@ from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache
-from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.memory.slot import SlotMeta
@@ -106,7 +106,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
 
     def load() -> int:
         plan = read_plan(wanted, stored.sources(), stored.place)
-        return read_all(stored, plan, wanted, Targets(wanted, tensors), threads)
+        with ChunkReader(stored, threads) as reader:
+            reader.read(chunk_reads(plan, wanted), Targets(wanted, tensors))
+            return reader.read_nbytes
 
     def timed(work: Callable[[], int], *, cold: bool) -> float:
         if cold:

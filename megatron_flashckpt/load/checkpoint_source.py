@@ -67,7 +67,7 @@ class CheckpointSource(Protocol):
 
     @property
     def reads_alone(self) -> bool:
-        """True if each rank can read its side state without the others (`fill_alone`)."""
+        """True if each rank can read its side state without `fill`, which communicates."""
 
     def open(self, plan: LoadPlan) -> ChunkReader:
         """Return a reader with the buffers and threads that `plan` needs. No communication.
@@ -81,13 +81,6 @@ class CheckpointSource(Protocol):
 
         Raises:
             FlashCkptError: a rank could not read, or read damaged bytes; on all ranks.
-        """
-
-    def fill_alone(self, plan: LoadPlan) -> None:
-        """Fill the targets of a plan of side states. No communication; only if `reads_alone`.
-
-        Raises:
-            CorruptCheckpointError: bytes are damaged; names the place, chunk and both digests.
         """
 
     def check_whole(self) -> None:

@@ -324,21 +324,3 @@ def reader_threads(config: Config, most: int = _MOST_THREADS) -> int:
     # more CPU time, which is idle during a load. On one core, a second thread gains nothing.
     threads = config.read_threads or min(cores, most)
     return max(1, min(threads, config.read_memory_mib * 2**20 // 2 // CHUNK_NBYTES))
-
-
-def read_all(
-    source: ChunkSource,
-    plan: ReadPlan,
-    wanted: list[Piece],
-    sink: Sink,
-    threads: int,
-    gpu: Gpu | None = None,
-) -> int:
-    """Execute `plan` on this rank alone; return the bytes read. `gpu`: see `ChunkReader`.
-
-    Raises:
-        CorruptCheckpointError: names the place, chunk and both digests.
-    """
-    with ChunkReader(source, threads, gpu) as reader:
-        reader.read(chunk_reads(plan, wanted), sink)
-        return reader.read_nbytes

@@ -28,7 +28,7 @@ from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
-from megatron_flashckpt.load.chunk_reader import ChunkReader, read_all, reader_threads
+from megatron_flashckpt.load.chunk_reader import ChunkReader, reader_threads
 from megatron_flashckpt.load.memory_checkpoints import MemoryCheckpoint
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
@@ -88,10 +88,6 @@ class MemorySource:
             seconds=time.perf_counter() - started,
             memory_nbytes=buffers_nbytes() + reader.nbytes,
         )
-
-    def fill_alone(self, plan: LoadPlan) -> None:
-        assert self.slot is not None
-        read_all(self.slot, plan.reads, plan.pieces, plan.targets, self.threads, plan.targets.gpu)
 
     def check_whole(self) -> None:
         """Check that no rank of the saving job is missing. See `checkpoint_source`.

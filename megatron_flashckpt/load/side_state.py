@@ -28,7 +28,7 @@ from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, ReadPlan
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
-from megatron_flashckpt.load.chunk_reader import ChunkReader
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
 from megatron_flashckpt.load.load_request import LoadRequest, StateTypes
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.saved_job import SavedJob
@@ -97,7 +97,9 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
 
 def _read_alone(source: CheckpointSource) -> _SideReads:
     reads = _SideReads(source.job)
-    source.fill_alone(reads.plan)
+    plan = reads.plan
+    with source.open(plan) as reader:
+        reader.read(chunk_reads(plan.reads, plan.pieces), plan.targets)
     return reads
 
 

@@ -10,7 +10,7 @@ from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_ra
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
-from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, reader_threads
 from megatron_flashckpt.load.plan import LoadPlan
 from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.saved_job import SavedJob
@@ -45,9 +45,6 @@ class StorageSource:
         return read_with_replicas(
             reader, chunk_reads(plan.reads, plan.pieces), plan.targets, sharing
         )
-
-    def fill_alone(self, plan: LoadPlan) -> None:
-        read_all(self.stored, plan.reads, plan.pieces, plan.targets, 1, plan.targets.gpu)
 
     def check_whole(self) -> None:
         run_and_agree(lambda: self.stored.check_whole() if this_rank() == 0 else None)

@@ -19,10 +19,11 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
-from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, deliver, read_all
+from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, deliver
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from tests.support.checkpoints import MadeSave, expected, make, read
+from tests.support.stored import read_all
 from tests.support.worlds import (
     Sizes,
     content,

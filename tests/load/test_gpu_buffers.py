@@ -19,13 +19,14 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
 from megatron_flashckpt.load import gpu_buffers
-from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, read_all
+from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads
 from megatron_flashckpt.load.gpu_buffers import Gpu
 from megatron_flashckpt.load.replica_sharing import ReplicaGroup, read_with_replicas
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from tests.simulated_gpu import Node, simulated_gpus
 from tests.support.checkpoints import MadeSave, content, make
+from tests.support.stored import read_all
 from tests.support.trainer import PATIENCE_S, eventually
 from tests.support.worlds import whole
 

@@ -32,12 +32,12 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, order
-from megatron_flashckpt.load.chunk_reader import read_all as read_stored
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
+from tests.support.stored import read_all as read_stored
 
 TP, DP = 2, 2
 WORLD = TP * DP

@@ -11,14 +11,30 @@ import torch
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import End, kind_of
-from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.read_plan import ReadPlan, read_plan
+from megatron_flashckpt.load.chunk_reader import ChunkReader, ChunkSource, Sink, chunk_reads
+from megatron_flashckpt.load.gpu_buffers import Gpu
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.store import Store
 from tests.support.trainer import FakeTrainer, content
 
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
+
+
+def read_all(
+    source: ChunkSource,
+    plan: ReadPlan,
+    wanted: list[Piece],
+    sink: Sink,
+    threads: int,
+    gpu: Gpu | None = None,
+) -> int:
+    """Execute `plan` without other ranks; return the bytes read."""
+    with ChunkReader(source, threads, gpu) as reader:
+        reader.read(chunk_reads(plan, wanted), sink)
+        return reader.read_nbytes
 
 
 def stored(root: Path | str, iteration: int) -> StoredCheckpoint:

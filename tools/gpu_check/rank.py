@@ -16,7 +16,6 @@ from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
@@ -24,6 +23,7 @@ from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.opening import open_store
+from tests.support.stored import read_all
 from tests.support.trainer import config_of
 from tools.gpu_check.agents import end_agents
 

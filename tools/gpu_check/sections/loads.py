@@ -13,7 +13,6 @@ import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
 from megatron_flashckpt.load.memory_source import MemorySource, open_memory
 from megatron_flashckpt.load.plan import LoadPlan
@@ -22,6 +21,7 @@ from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.memory.pinned_slab import CHUNK_NBYTES
 from megatron_flashckpt.storage.opening import open_store
+from tests.support.stored import read_all
 from tools.gpu_check import machine
 from tools.gpu_check.rank import Node, Rank, node
 from tools.gpu_check.report import Report
