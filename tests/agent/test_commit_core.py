@@ -124,6 +124,19 @@ def test_the_node_of_rank_0_gives_up_after_20_s_and_the_others_wait_for_it(rank:
     assert isinstance(machine.next(500.0), core.Conclude) == (rank == 0)
 
 
+@pytest.mark.parametrize(("may_pass", "until_s"), [(True, 40.0), (False, 5.0)])
+def test_a_node_waits_so_long_for_an_end_that_storage_does_not_take(
+    may_pass: bool, until_s: float
+) -> None:
+    """Its trainers hear then, and nothing is removed, because the end may exist."""
+    machine = recorded(0, 1)
+    machine.note(0.0, core.GivenUp(Failure(failed="no space")))
+    machine.note(0.0, core.Trouble("hangs", may_pass))
+    machine.note(until_s - 0.1, core.Trouble("hangs", may_pass))
+    assert not isinstance(machine.next(until_s - 0.1), core.Conclude)
+    assert machine.next(until_s + 0.1) == core.Conclude(None, Failure(failed="no space"))
+
+
 def test_shards_that_stay_invisible_for_20_s_fail_the_save() -> None:
     machine = recorded(*range(4))
     for at, fails in ((1.0, False), (20.9, False), (21.1, True)):

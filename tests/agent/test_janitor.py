@@ -11,6 +11,8 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,6 +41,7 @@ from megatron_flashckpt.file_format.file_names import (
     TRACKER,
     alive_file,
     common_name,
+    due_name,
     end_name,
     event_name,
     iteration_dir,
@@ -668,6 +671,40 @@ def test_a_checkpoint_that_is_pending_here_is_not_removed(store: Store, clock: C
     pending.clear()
     janitor.tidy(committed(store, last, Retention(latest=1)))
     assert not is_whole(store, first)
+
+
+def test_a_checkpoint_stays_while_a_command_runs_for_it(store: Store, clock: Clock) -> None:
+    first, last = save(1, 10), save(1, 20)
+    for named in (first, last):
+        commit(store, named)
+    track(store, 20)
+    due = {first}
+    commands: Any = SimpleNamespace(is_due=lambda named: named in due)
+    janitor = Janitor(set, 0.0, clock, commands)
+    janitor.tidy(committed(store, last, Retention(latest=1)))
+    assert is_whole(store, first)
+    due.clear()
+    janitor.tidy(committed(store, last, Retention(latest=1)))
+    assert not is_whole(store, first)
+
+
+def test_a_command_is_taken_up_for_a_checkpoint_that_counts_alone(
+    store: Store, clock: Clock
+) -> None:
+    """Another run has left the marks, and only one of the checkpoints counts for the newest run."""
+    counts, lost, last = save(1, 10), save(1, 20), save(2, 30)
+    for named in (counts, lost, last):
+        commit(store, named)
+        store.put(path(named, due_name(named.save_id)), b"")
+    track(store, 30)
+    taken: list[Save] = []
+    commands: Any = SimpleNamespace(is_due=taken.__contains__)
+    commands.add = lambda _, named: taken.append(named)
+    Janitor(set, 0.0, clock, commands).tidy(
+        committed(store, last, Retention(latest=5), descent(counts, ()))
+    )
+    assert sorted(taken) == [counts, last]
+    assert due_name(lost.save_id) not in names_of(store, lost)
 
 
 def test_without_a_tracker_no_checkpoint_is_removed(store: Store, clock: Clock) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.end import decode_failure
 from megatron_flashckpt.file_format.run_object import RunObject, encode_run
 from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
@@ -133,6 +134,7 @@ def test_a_part_is_called_off_only_in_the_directory_of_its_run(root: Path) -> No
     end = root / file_names.iteration_dir(1) / file_names.end_name(save_id)
     eventually("the end of the save", end.exists)
     ends.wait()
+    assert decode_failure(end.read_bytes()).is_final, "no later attempt has the part"
 
 
 @pytest.fixture

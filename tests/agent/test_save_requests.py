@@ -18,6 +18,7 @@ from megatron_flashckpt.agent.save_requests import Progress, SaveRequests
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.file_format.end import decode_failure
 from megatron_flashckpt.file_format.file_names import (
     ALIVE,
     first_sequence,
@@ -264,6 +265,7 @@ def test_an_agent_ends_a_save_that_lacks_the_part_of_its_rank(
     assert heard.outcome().error == "rank 1 heard of the request too late"
     ends = [name for name in names_in(root) if name.endswith(".end") and "0000050" in name]
     assert ends == [f"{iteration_dir(50)}/{asked_name(trainers, 50)}.end"]
+    assert decode_failure((root / ends[0]).read_bytes()).is_final, "no later attempt has the part"
     heard.slab.signals.trained = 51
     assert save_all(trainers, 60) == [None, None]
 
