@@ -12,8 +12,8 @@ differ in what they may propose, and never need to know what another node does a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
+from megatron_flashckpt.errors import first_few
 from megatron_flashckpt.file_format.end import End, Failure
 from megatron_flashckpt.storage.store import Pace
 
@@ -27,7 +27,6 @@ _PUBLISH_S = (2.0, 10.0)
 _RETRY_S = (0.5, 8.0)
 #: Seconds for which an end is proposed against an error that does not pass.
 _LASTING_S = 5.0
-_SHOWN = 8
 
 
 # ---------------------------------------------------------------------- observations
@@ -254,7 +253,7 @@ class CommitCore:
         if writing:
             plural = "s" if len(writing) > 1 else ""
             return (
-                f"the shards of {len(writing)} rank{plural} ({few(writing)}) are still being "
+                f"the shards of {len(writing)} rank{plural} ({first_few(writing)}) are still being "
                 f"written: {self.place} is slow, or hangs"
             )
         if self._trouble is not None:
@@ -267,7 +266,7 @@ class CommitCore:
         if not missing:
             return f"{self.place} does not answer"
         return (
-            f"the commit records of {len(missing)} of {self.world_size} ranks ({few(missing)}) "
+            f"the commit records of {len(missing)} of {self.world_size} ranks ({first_few(missing)}) "
             "are missing"
         )
 
@@ -356,7 +355,9 @@ class CommitCore:
             self._failure = Failure(failed=self.gave_up(), is_final=is_final)
         if missing := self._never_staged():
             # A rank without a part has no record, so no node can make a checkpoint of the save.
-            reason = f"rank {few(missing)} ended before its part of the save was in host memory"
+            reason = (
+                f"rank {first_few(missing)} ended before its part of the save was in host memory"
+            )
             self._failure = self._failure or Failure(
                 failed=reason, is_final=True, was_interrupted=True
             )
@@ -409,9 +410,3 @@ class CommitCore:
             "that storage and at the agent logs of the nodes of these ranks, or raise "
             "'agent.commit_timeout_s'"
         )
-
-
-def few(items: Sequence[object], separator: str = ", ") -> str:
-    """Return the first items for a message, and the number of the others."""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return separator.join(map(str, items[:_SHOWN])) + more

@@ -13,8 +13,13 @@ from collections.abc import Collection, Sequence
 import msgspec
 import xxhash
 
-from megatron_flashckpt.agent.commit_core import Ended, few
-from megatron_flashckpt.errors import AlreadyExistsError, CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.agent.commit_core import Ended
+from megatron_flashckpt.errors import (
+    AlreadyExistsError,
+    CorruptCheckpointError,
+    FlashCkptError,
+    first_few,
+)
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import end as ends
 from megatron_flashckpt.file_format import file_names, manifest
@@ -130,8 +135,8 @@ def _read(
     expected = [(iteration, save_id, rank, file_names.shard_name(rank, save_id)) for rank in ranks]
     if stored != expected:
         raise CorruptCheckpointError(
-            f"{place}: is the record of (iteration, save, rank, file) {few(stored)}, "
-            f"expected {few(expected)}; the next save writes new ones"
+            f"{place}: is the record of (iteration, save, rank, file) {first_few(stored)}, "
+            f"expected {first_few(expected)}; the next save writes new ones"
         )
     return records
 
@@ -158,7 +163,7 @@ def check_shards(store: Store, iteration: int, records: Sequence[CommitRecord]) 
     faults = [found for found in for_all(fault, records) if found is not None]
     if faults:
         message = (
-            f"{store.place}/{directory}: {few([text for _, text in faults], '; ')}: "
+            f"{store.place}/{directory}: {first_few([text for _, text in faults], '; ')}: "
             "removed or changed since the shards were written; find the other writer before the "
             "next save"
         )

@@ -23,6 +23,7 @@ from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     NotCommittedError,
+    first_few,
     for_listing,
     is_damage,
 )
@@ -52,7 +53,6 @@ _SIZES = {
     "dp": "data_parallel_size",
 }
 #: Ranks or files that a message names, at most.
-_SHOWN = 8
 _MAX_RANKS = 1 << 20
 
 
@@ -241,7 +241,7 @@ def _committed(
         ),
     )
     others = [other.save_id for other in committed if other != save]
-    return _with_remark(entry, f"also holds {_first_few(others)}") if others else entry
+    return _with_remark(entry, f"also holds {first_few(others)}") if others else entry
 
 
 def _with_remark(entry: IterationEntry, remark: str) -> IterationEntry:
@@ -284,7 +284,7 @@ def damage(stored: StoredCheckpoint, present: Mapping[str, Entry]) -> str:
     ]
     problems = {"missing": missing, "of another length": changed}
     return "; ".join(
-        f"{problem}: {_first_few(affected)}" for problem, affected in problems.items() if affected
+        f"{problem}: {first_few(affected)}" for problem, affected in problems.items() if affected
     )
 
 
@@ -317,7 +317,7 @@ def _uncommitted(
         durable = file_names.ranks_with_record(own_files, save_id, ranks or _MAX_RANKS)
         remark = f"{save_id}: {len(durable)} of {ranks or '?'} ranks are durable"
         missing = [rank for rank in range(ranks or 0) if rank not in durable]
-        remarks.append(f"{remark}, missing: {_first_few(missing)}" if missing else remark)
+        remarks.append(f"{remark}, missing: {first_few(missing)}" if missing else remark)
     state = FAILED if saves.keys() == failed.keys() else NOT_COMMITTED
     return IterationEntry(directory, iteration, state, "; ".join(remarks), ranks, nbytes)
 
@@ -343,9 +343,3 @@ def layout_of(description: dict[str, Any]) -> str:
         if description.get(name) is not None
         and (short in ("tp", "pp", "dp") or description[name] != 1)
     )
-
-
-def _first_few(items: Sequence[object]) -> str:
-    """Return the first few of `items` and the number of further ones, for a message."""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(map(str, items[:_SHOWN])) + more

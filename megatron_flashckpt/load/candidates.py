@@ -18,6 +18,7 @@ from megatron_flashckpt.errors import (
     MissingStateError,
     NotCommittedError,
     RenamedCheckpointError,
+    first_few,
     for_listing,
     is_damage,
 )
@@ -248,11 +249,9 @@ class Candidates:
 
 def _incompleteness(save: HeldSave) -> str:
     """Return why a save in memory cannot be loaded."""
-    ranks = ", ".join(map(str, save.missing[:8]))
-    more = f" and {len(save.missing) - 8} more" if len(save.missing) > 8 else ""
     return (
         f"iteration {save.iteration} in host memory, saved by {save.world_size} ranks, is "
-        f"incomplete and not used: ranks {ranks}{more} do not have their parts "
+        f"incomplete and not used: ranks {first_few(save.missing)} do not have their parts "
         "(a rank died while it copied, a node is gone, or ranks moved to other nodes)"
     )
 

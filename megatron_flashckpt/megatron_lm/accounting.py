@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.errors import UnsupportedError, first_few
 from megatron_flashckpt.megatron_lm import optimizer_state
 from megatron_flashckpt.megatron_lm.cpu_offload import below
 from megatron_flashckpt.megatron_lm.old_releases import BUFFER_NAMES, RANGE_MAP_NAMES
@@ -320,5 +320,4 @@ def _line(problem: str, names: Iterable[str]) -> Iterator[str]:
     """Yield one line with `problem` and `names`; nothing if `names` is empty."""
     listed = list(names)
     if listed:
-        more = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
-        yield f"{problem}: {', '.join(listed[:_MOST_NAMES])}{more}"
+        yield f"{problem}: {first_few(listed, most=_MOST_NAMES)}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megatron_flashckpt.collectives import run_and_gather, run_on_rank_0
-from megatron_flashckpt.errors import FlashCkptError, StorageError
+from megatron_flashckpt.errors import FlashCkptError, StorageError, first_few
 from megatron_flashckpt.file_format.file_names import PROBES
 from megatron_flashckpt.save.background_work import answer_within
 from megatron_flashckpt.storage.retrying_store import RetryingStore
@@ -34,7 +34,6 @@ _ANSWER_S = 60.0
 _POLL_S = (0.02, 1.0)
 #: Shorter visibility delays are not reported.
 _SLOW_S = 1.0
-_SHOWN = 8
 
 
 def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | None) -> None:
@@ -98,12 +97,11 @@ def _await(store: Store, names: Sequence[str | None], wait_s: float) -> float:
         if not missing:
             return waited_s
         if waited_s > wait_s:
-            shown = ", ".join(map(str, missing[:_SHOWN]))
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            unseen = first_few(missing)
             raise StorageError(
                 errno.ENOENT,
                 f"{store.place}: the node of rank 0 does not see what {len(missing)} of "
-                f"{len(expected)} nodes (those of ranks {shown}{more}) have written {wait_s:.0f} s "
+                f"{len(expected)} nodes (those of ranks {unseen}) have written {wait_s:.0f} s "
                 f"ago: {store.advice.unseen}",
             )
         time.sleep(pause_s)

@@ -15,11 +15,11 @@ from megatron_flashckpt.agent.life import EnclosingUnit, clock
 from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.agent_config import AgentConfig
+from megatron_flashckpt.errors import first_few
 
 logger = logging.getLogger(__name__)
 
 #: Ranks that a message lists.
-_MOST_SHOWN = 8
 #: Failed saves in a row from which on each report also says what is at risk.
 _ESCALATE = 2
 
@@ -174,8 +174,5 @@ def node_count(nodes: Sequence[Hashable] | None) -> int | None:
 
 
 def _and_others(failed_ranks: tuple[int, ...], rank: int) -> str:
-    others = [str(other) for other in failed_ranks if other != rank]
-    if not others:
-        return ""
-    more = f" and {len(others) - _MOST_SHOWN} more" if len(others) > _MOST_SHOWN else ""
-    return f" (likewise rank {', '.join(others[:_MOST_SHOWN])}{more})"
+    others = [other for other in failed_ranks if other != rank]
+    return f" (likewise rank {first_few(others)})" if others else ""

@@ -570,7 +570,7 @@ MEMBERS = [
         *(enum_tag(path, name) for path, name in MEMBERS),
         *({TAG: tag, "value": 1} for tag in ("no such tag", 7, None, [1], "repr")),
         {TAG: "dtype", "value": "torch.none"},
-        msgspec.msgpack.Ext(5, b"x"),
+        pytest.param(msgspec.msgpack.Ext(5, b"x"), id="another extension"),
     ],
     ids=str,
 )
