@@ -266,8 +266,8 @@ class CommitCore:
         if not missing:
             return f"{self.place} does not answer"
         return (
-            f"the commit records of {len(missing)} of {self.world_size} ranks ({first_few(missing)}) "
-            "are missing"
+            f"the commit records of {len(missing)} of {self.world_size} ranks "
+            f"({first_few(missing)}) are missing"
         )
 
     # ------------------------------------------------------------------ the machine

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked.nursery import CPU_MEGATRON
 from tests.support.megatron_jobs import (
-    CPU_MEGATRON,
     REPO,
     TINY,
     Result,

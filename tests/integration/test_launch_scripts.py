@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from megatron.training.arguments import parse_args
 
-from tests.support.megatron_jobs import CPU_MEGATRON, REPO, TINY, end, free_port
+from tests.support.forked.nursery import CPU_MEGATRON
+from tests.support.megatron_jobs import REPO, TINY, end, free_port
 from tests.support.trainer import eventually
 
 SCRIPTS = REPO / "scripts"
