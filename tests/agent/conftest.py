@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +18,7 @@ from tests.support.trainer import (
     TrainerProcess,
     agents_under,
     config_of,
-    eventually,
-    is_alive,
+    end_agents,
 )
 from tests.tiers import only_first
 
@@ -77,10 +73,7 @@ class Node:
             process.kill()
         for trainer in self._trainers:
             trainer.hang_up()
-        for pid in self.agents():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
+        end_agents(self.runtime_dir)
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.file_format.run_object import RunObject
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually, is_alive
+from tests.support.trainer import FakeTrainer, end_agents, eventually
 
 
 class Cluster:
@@ -130,9 +128,7 @@ class Cluster:
             self.nodes[node] = self._node()
 
     def kill_agent(self, node: int) -> None:
-        for pid in self.nodes[node].agents():
-            os.kill(pid, signal.SIGKILL)
-            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
+        end_agents(self.nodes[node].runtime_dir)
 
     def close(self) -> None:
         for node in self.nodes:

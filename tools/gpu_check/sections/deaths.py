@@ -6,13 +6,14 @@ unlock page-locked memory before a process ends, so the time until the end is me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import tempfile
 from pathlib import Path
 
 from tools.gpu_check import machine
-from tools.gpu_check.agents import agents_ended
+from tests.support.trainer import end_agents
 from tools.gpu_check.child import Child, wait
 from tools.gpu_check.held import held_in
 from tools.gpu_check.report import Report
@@ -61,12 +62,13 @@ _BEGIN = "the end begins"
 #: Longest time from the event to the end of the process.
 _END_S = 10.0
 
+        stack.callback(end_agents, where)
 
 def run(report: Report) -> None:
     """End ranks in all ways, in processes with agents of their own; one rank resumes."""
     # On the simulated node a process takes seconds of a core.
     rounds = machine.pick(_ROUNDS, ((_KILLED, _BREAKS),))
-    with tempfile.TemporaryDirectory(prefix="k-") as directory, agents_ended(Path(directory)):
+    with tempfile.TemporaryDirectory(prefix="k-") as directory, contextlib.ExitStack() as stack:
         where = Path(directory)
         for scenarios in rounds:
             children = {scenario: _start(where, scenario) for scenario in scenarios}

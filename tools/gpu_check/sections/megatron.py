@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.memory.host_memory import available_nbytes
+from tests.support.trainer import end_agents
 from tools.gpu_check import machine
-from tools.gpu_check.agents import end_agents
 from tools.gpu_check.megatron_run import Run
 from tools.gpu_check.report import Report
 from tools.gpu_check.variants import SHIPPED, VARIANTS, Variant
