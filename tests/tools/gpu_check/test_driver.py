@@ -124,7 +124,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> DriverResult:
     package = tmp_path_factory.mktemp("sections") / "made_up"
     facts = (
         'report.must("a rule", True, "held"); report.figure("first", 1.0, "s");'
-        'report.headline("speed", 52.5, "GB/s"); report.skip("a part", "no reason")'
+        'report.figure("speed", 52.5, "GB/s", headline=True); report.skip("a part", "no reason")'
     )
     write_section(package, "E", facts)
     write_section(package, "D", 'report.must("a rule", False, "it was 3")')

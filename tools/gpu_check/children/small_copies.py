@@ -65,7 +65,7 @@ def run(report: Report) -> None:
             continue
         is_main = (name, when, connections) == (_ITEM, SHIPPED.name, "1")
         median = f"median {1000 * statistics.median(seconds):.3f} ms of {len(seconds)}"
-        (report.headline if is_main else report.figure)(what, 1000 * max(seconds), "ms", median)
+        report.figure(what, 1000 * max(seconds), "ms", median, headline=is_main)
 
 
 def _check(report: Report, connections: str, waits: Waits, copied_s: float) -> None:

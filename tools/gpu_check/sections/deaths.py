@@ -108,8 +108,8 @@ def _report_end(report: Report, scenario: Scenario, child: Child, limit: float) 
         f"status {child.status}: {child.output}" if seconds is None else f"{seconds:.2f} s",
     )
     if seconds is not None:
-        write = report.headline if scenario is _KILLED else report.figure
-        write(f"{name}: from there to the end of the process", seconds, "s")
+        what = f"{name}: from there to the end of the process"
+        report.figure(what, seconds, "s", headline=scenario is _KILLED)
     for what in ("memory taken in", "abandoned in"):
         if (value := child.value(what)) is not None:
             report.figure(f"{name}: {what}", value, "s")

@@ -61,7 +61,8 @@ def run(report: Report) -> None:
         again.checkpointer.link.stager.wait_pinned()
         copied = _copied_rate(report, held.slot)
         what = "load from memory, relative to one page-locked copy"
-        report.headline(what, rates["memory"] / copied, "x", f"{rates['memory']:.1f} GB/s")
+        detail = f"{rates['memory']:.1f} GB/s"
+        report.figure(what, rates["memory"] / copied, "x", detail, headline=True)
 
 
 def _restarted(where: Node, rank: Rank) -> tuple[Rank, MemorySource]:

@@ -203,9 +203,9 @@ def _report_lost(report: Report, without: Run, first: Run, turns: list[Block]) -
         what = f"training lost per save, {kind}"
         if kind == _PLAIN:
             what = f"{_LENGTH} iterations with the package and no save: lost"
-        write = report.headline if kind == SHIPPED.name else report.figure
         listed = " | ".join(map(_listed, spans))
-        write(what, 1000 * lost, "ms", f"standard error {1000 * error:.0f} ms; {listed}")
+        detail = f"standard error {1000 * error:.0f} ms; {listed}"
+        report.figure(what, 1000 * lost, "ms", detail, headline=kind == SHIPPED.name)
     for staged in re.findall(r"iteration \d+ staged.*", first.log())[:2]:
         report.note("the package's own line", staged)
 

@@ -156,7 +156,7 @@ def _timed(
     time.sleep(0.01)  # for a kernel that began meanwhile
     longest = max(waits[before:], default=0.0)
     detail = f"longest of {len(waits) - before} small kernels {1000 * longest:.2f} ms"
-    (report.headline if is_headline else report.figure)(what, seconds, "s", detail)
+    report.figure(what, seconds, "s", detail, headline=is_headline)
 
 
 @contextlib.contextmanager

@@ -194,7 +194,8 @@ def run(report: Report) -> None:
         if machine.seconds_left() > _LEAST_S:
             saves = _in_graphs(report, saves)
         if saves is not None:
-            report.headline("saves checked while training went on", saves.number, "saves")
+            what = "saves checked while training went on"
+            report.figure(what, saves.number, "saves", headline=True)
             saves.close()
 
 
