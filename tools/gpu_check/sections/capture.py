@@ -19,14 +19,6 @@ from megatron_flashckpt.save import stager as stager_module
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "G"
-TITLE = "graph captures"
-SECONDS = 45
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = False
-
 #: Seconds before the driver's limit at which this section stops.
 _LEAST_S = 12.0
 _RELAXED = 2

@@ -18,14 +18,6 @@ from megatron_flashckpt.save.stager import Stager
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "C"
-TITLE = "copies to host memory"
-SECONDS = 30
-GPUS = 1
-SIMULATED = True
-MEGATRON = False
-ALONE = True
-
 #: Size of one comparison.
 _CHUNK_NBYTES = 256 << 20
 #: Bytes per second of the simulated engine, so that simulated copies take time.

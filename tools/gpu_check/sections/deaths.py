@@ -12,19 +12,11 @@ import signal
 import tempfile
 from pathlib import Path
 
-from tools.gpu_check import machine
 from tests.support.trainer import end_agents
+from tools.gpu_check import machine
 from tools.gpu_check.child import Child, wait
 from tools.gpu_check.held import held_in
 from tools.gpu_check.report import Report
-
-LETTER = "K"
-TITLE = "kills, and GPUs that fail or hang"
-SECONDS = 70
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +54,6 @@ _BEGIN = "the end begins"
 #: Longest time from the event to the end of the process.
 _END_S = 10.0
 
-        stack.callback(end_agents, where)
 
 def run(report: Report) -> None:
     """End ranks in all ways, in processes with agents of their own; one rank resumes."""
@@ -70,6 +61,7 @@ def run(report: Report) -> None:
     rounds = machine.pick(_ROUNDS, ((_KILLED, _BREAKS),))
     with tempfile.TemporaryDirectory(prefix="k-") as directory, contextlib.ExitStack() as stack:
         where = Path(directory)
+        stack.callback(end_agents, where)
         for scenarios in rounds:
             children = {scenario: _start(where, scenario) for scenario in scenarios}
             wait(list(children.values()), _PATIENCE_S)

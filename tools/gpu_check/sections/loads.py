@@ -26,14 +26,6 @@ from tools.gpu_check import machine
 from tools.gpu_check.rank import Node, Rank, node
 from tools.gpu_check.report import Report
 
-LETTER = "L"
-TITLE = "loads from memory and from storage"
-SECONDS = 40
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = True
-
 _TENSORS = 64
 #: Threads that read, the default of `read_threads` for one rank of a large node.
 _THREADS = 4

@@ -14,14 +14,6 @@ from megatron_flashckpt.save.stager import Stager
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "P"
-TITLE = "page-locking"
-SECONDS = 40
-GPUS = 1
-SIMULATED = True
-MEGATRON = False
-ALONE = True
-
 #: Slabs: size in GiB, huge pages; the most important ones first.
 _CASES = ((8, True), (8, False), (2, True))
 #: Largest time of all steps of a case per GiB; cases without enough time left are skipped.

@@ -23,14 +23,6 @@ from tests.cpu_megatron.stubs.apex.apex.optimizers import FusedAdam
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "T"
-TITLE = "torn saves"
-SECONDS = 75
-GPUS = 1
-SIMULATED = True
-MEGATRON = False
-ALONE = False
-
 #: Seconds before the driver's limit at which this section stops.
 _LEAST_S = 5.0
 
