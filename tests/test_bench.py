@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks import study
 from benchmarks.compare import report, targets
-from benchmarks.peak_memory import with_peak_mb
+from benchmarks.resources import with_peak_mb
 from benchmarks.studies import redundancy, writers
 
 REPO = Path(__file__).resolve().parents[1]
