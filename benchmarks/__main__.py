@@ -8,14 +8,12 @@ import sys
 
 from rich.console import Console
 
-from benchmarks.compare import driver
 from benchmarks.studies import STUDIES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="STUDY")
-    driver.add_command(commands)
     for study in STUDIES:
         study.add_to(commands)
     options = parser.parse_args()

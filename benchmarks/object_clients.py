@@ -10,16 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.studies.persist import RANKS, Rank, layout_of
+from benchmarks.studies.persist import RANKS, Rank, save
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.layout.template import pieces_of
-from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.storage.object_store import part_nbytes
 from megatron_flashckpt.storage.opening import open_store
+from tests.support.stored import read_all
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 #: Bytes of one request of a load, as in `storage.object_store`.
@@ -52,32 +50,26 @@ class Ours:
         config = Config(runtime_dir=str(where / "run"))
         self._ranks = [Rank(url, config, rank, mib // RANKS) for rank in range(RANKS)]
         self.nbytes = sum(rank.nbytes for rank in self._ranks)
-        layouts = [layout_of(rank, mib // RANKS) for rank in range(RANKS)]
-        self._pieces = [pieces_of(layout.template, layout.placement) for layout in layouts]
         self._tensors = [
-            [torch.zeros(piece.numel, dtype=_DTYPES[piece.dtype]) for piece in pieces]
-            for pieces in self._pieces
+            [torch.zeros(piece.numel, dtype=_DTYPES[piece.dtype]) for piece in rank.pieces]
+            for rank in self._ranks
         ]
 
     def writer(self) -> int:
         return self._ranks[0].client.agent_pid
 
     def save(self, number: int) -> None:
-        for rank in self._ranks:
-            rank.save(number, save_name("000001-3fa9", number))
-        for rank in self._ranks:
-            rank.wait()
+        save(self._ranks, number)
 
     def load(self, number: int) -> None:
         checkpoint = open_checkpoint(open_store(self._url), number)
-        for pieces, tensors in zip(self._pieces, self._tensors, strict=True):
-            plan = read_plan(pieces, checkpoint.sources(), checkpoint.place)
-            with ChunkReader(checkpoint, threads=4) as reader:
-                reader.read(chunk_reads(plan, pieces), Targets(pieces, tensors))
+        for rank, tensors in zip(self._ranks, self._tensors, strict=True):
+            plan = read_plan(rank.pieces, checkpoint.sources(), checkpoint.place)
+            read_all(checkpoint, plan, rank.pieces, Targets(rank.pieces, tensors), threads=4)
 
     def close(self) -> None:
         for rank in self._ranks:
-            rank.close()
+            rank.hang_up(leave=True)
 
 
 class _InThisProcess:

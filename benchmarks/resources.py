@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
-import torch
 
+from tests.support.processes import memory_nbytes
+
+T = TypeVar("T")
 #: Size of `O_DIRECT` writes.
 _WRITE_NBYTES = 16 << 20
 _PAGE = 4096
@@ -87,6 +92,20 @@ class PeakMemory:
             self.nbytes = max(self.nbytes, self._tree.memory_nbytes() - self._before)
 
 
+def with_peak_mb(work: Callable[[], T]) -> tuple[T, float]:
+    """Return `work()`, and the peak growth of this process's resident memory during it, in MB.
+
+    Linux only: proc_pid_clear_refs(5) resets the peak.
+    """
+    gc.collect()
+    # `work` would use free memory of the allocator first, which would not count as growth.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_nbytes(os.getpid())
+    result = work()
+    return result, (memory_nbytes(os.getpid(), "VmHWM") - before) / 1e6
+
+
 def drop_from_cache(paths: Iterable[Path]) -> None:
     """Drop the files from the page cache."""
     for path in paths:
@@ -98,15 +117,13 @@ def drop_from_cache(paths: Iterable[Path]) -> None:
             os.close(fd)
 
 
-def write_raw(path: Path, source: torch.Tensor, *, direct: bool) -> float:
+def write_raw(path: Path, source: memoryview, *, direct: bool) -> float:
     """Write `source`, which begins at a page border, and make it durable; return the seconds.
 
     The space is reserved first, as for checkpoints. With `direct`, an incomplete page at the end is
     left out.
     """
-    view = memoryview(source.numpy())
-    if direct:
-        view = view[: len(view) // _PAGE * _PAGE]
+    view = source[: len(source) // _PAGE * _PAGE] if direct else source
     flags = os.O_CREAT | os.O_WRONLY | (os.O_DIRECT if direct else 0)
     fd = os.open(path, flags, 0o600)
     try:

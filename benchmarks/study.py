@@ -9,12 +9,14 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rich.table
 from rich.console import Console
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,15 +83,24 @@ class Study:
             if options.json:
                 options.json.write_text(_encoded(results))
             if options.png:
-                self._draw(results, options.png)
+                self._draw(out, results, options.png)
 
-    def _draw(self, results: list[Result], path: Path) -> None:
-        if self.draw is not None:
-            self.draw(results, path)
-            return
-        from benchmarks.chart import draw
+    def _draw(self, out: Console, results: list[Result], path: Path) -> None:
+        try:
+            if self.draw is not None:
+                self.draw(results, path)
+            else:
+                from benchmarks.chart import draw
 
-        draw([result for result in results if isinstance(result, Table)], path)
+                draw([result for result in results if isinstance(result, Table)], path)
+        except ImportError as error:
+            out.print(f"no chart: {error}; pip install matplotlib")
+
+
+def turned(values: Sequence[T], number: int) -> list[T]:
+    """Return the values of round `number`, so that each round begins with another one."""
+    first = number % len(values)
+    return [*values[first:], *values[:first]]
 
 
 def show(out: Console, result: Result) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.agent.proposals import create_records
@@ -16,9 +17,14 @@ from megatron_flashckpt.agent.shard_writer import durable_shard
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import shard_name
-from megatron_flashckpt.file_format.manifest import Manifest, ManifestItem, ShardEntry
+from megatron_flashckpt.file_format.manifest import (
+    Manifest,
+    ManifestItem,
+    ShardEntry,
+    decode_manifest,
+)
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.template import order, placed
+from megatron_flashckpt.layout.template import Layout, Source, order, placed
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.store import Store
 
@@ -206,6 +212,28 @@ def manifest(world: World) -> Manifest:
         keys=tuple(keys),
         templates={name: items for items, name in templates.items()},
         shards=tuple(shards),
+    )
+
+
+def decoded_sources(encoded: bytes) -> list[Source]:
+    """Return the sources of a load from the bytes of a manifest."""
+    decoded = decode_manifest(encoded, "the manifest")
+    templates = {name: decoded.template(name) for name in decoded.templates}
+    return [
+        Source(shard.rank, templates[shard.template], shard.placement) for shard in decoded.shards
+    ]
+
+
+def slot_meta(root: str, layout: Layout, *, common: bytes = b"", **fields: Any) -> SlotMeta:
+    """Return the meta of a slot with this layout, by default of the only rank of a job."""
+    alone = {"rank": 0, "world_size": 1, "coordinates": Coordinates(), "description": {}}
+    return SlotMeta(
+        root=root,
+        template_fingerprint=layout.template_fingerprint,
+        template=layout.template,
+        placement=layout.placement,
+        common=common,
+        **{**alone, **fields},
     )
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks import study
 from benchmarks.compare import report, targets
-from benchmarks.peak_memory import with_peak_mb
+from benchmarks.resources import with_peak_mb
 from benchmarks.studies import redundancy, writers
 
 REPO = Path(__file__).resolve().parents[1]
@@ -40,28 +40,28 @@ def test_a_page_shows_the_published_figures(figures: str, page: str, count: int)
     assert not {*rows} - {*(REPO / page).read_text().splitlines()}
 
 
-def run_benchmark(*arguments: str, **environment: str) -> str:
-    """Run `python -m benchmarks`; return its output."""
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
+    """Run `--quick` with a state of 2 MiB on one rank; return its output and its JSON figures."""
+    where = tmp_path_factory.mktemp("bench")
+    size = "--quick --mib 2 --pieces 100 --ranks 1 --saves 1 --first-saves 2 --step-ms 5".split()
+    paths = ["--dir", str(where), "--json", str(where / "figures.json")]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPO), **environment},
+        [sys.executable, "-m", "benchmarks", "save", *size, *paths],
+        env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(where)},
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    results = json.loads((where / "figures.json").read_text())
+    return done.stdout, next(result for result in results if "systems" in result)
 
 
-def test_ours_and_torch_save_are_measured_without_an_error(tmp_path: Path) -> None:
-    """Measures a state of 2 MiB on one rank."""
-    size = "--quick --mib 2 --pieces 100 --ranks 1 --saves 1 --first-saves 2 --step-ms 5".split()
-    file = tmp_path / "figures.json"
-    paths = ["--dir", str(tmp_path), "--json", str(file)]
-    run_benchmark("save", *size, *paths, TMPDIR=str(tmp_path))
-    figures = json.loads(file.read_text())
+def test_ours_and_torch_save_are_measured_without_an_error(quick: tuple[str, dict]) -> None:
+    _, figures = quick
     for name in ("flashckpt", "torch.save"):
         measured = figures["systems"][name]
         assert measured["errors"] == []
@@ -92,7 +92,7 @@ def saves(first_ms: float, *later_ms: float) -> dict:
 
 
 def figures(systems: dict[str, dict]) -> dict:
-    """Return the results of a run that `print_report` needs."""
+    """Return the results of a run that a report needs."""
     return {
         "size": {"ranks": 1, "saves": 2, "train_saves": 0, "loads": 0},
         "seconds": 1.0,

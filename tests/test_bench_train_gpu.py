@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,21 +16,14 @@ import psutil
 import pytest
 
 from benchmarks.train import gpu, report, starts
-from benchmarks.train.budget import Budget
-from benchmarks.train.job import JobError
+from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured
-from benchmarks.train.systems import HANGING, System
+from benchmarks.train.progress import Progress
+from benchmarks.train.series import Budget, Series
+from benchmarks.train.systems import HANGING, System, environment_of_one_rank
 from tests.support.trainer import eventually
-from tests.test_bench import run_benchmark
-from tests.test_bench_train import (
-    OTHER,
-    OURS,
-    FakeSession,
-    new_series,
-    results_of,
-    run_rounds,
-    saving,
-)
+from tests.test_bench_train import NONE, OTHER, OURS, SCHEDULE, FakeSession, saving
+from tools.gpu_check.forkserver import forkserver
 
 REPO = Path(__file__).resolve().parents[1]
 PRINTS = "import os, sys; print(os.environ['NAME'], os.getcwd(), *sys.argv[1:]); sys.exit(3)"
@@ -38,10 +32,10 @@ PRINTS = "import os, sys; print(os.environ['NAME'], os.getcwd(), *sys.argv[1:]);
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[starts.Start]:
-    output = tmp_path_factory.mktemp("zygote") / "output"
-    with starts.forking(gpu._of_one_rank(on_cpu=True), output) as made:
-        yield made
+def start() -> Iterator[starts.Start]:
+    with forkserver(starts.IMPORTED, environment_of_one_rank(on_cpu=True)) as (found, _):
+        assert found["forks"]
+        yield starts.forked
 
 
 def command(tmp_path: Path, script: str, *arguments: str) -> list[str]:
@@ -79,22 +73,23 @@ def test_a_forked_rank_has_a_process_group_and_is_killed(
     assert not psutil.pid_exists(rank.pid)
 
 
-def test_forked_ranks_that_cannot_use_the_gpu_are_refused(tmp_path: Path) -> None:
-    env = {**gpu._of_one_rank(on_cpu=True), "CPU_CUDA_SHIM": "0"}
-    with (
-        pytest.raises(ConnectionError, match="a forked process ended with"),
-        starts.forking(env, tmp_path / "output"),
-    ):
-        pass
-    assert "a forked rank" not in (tmp_path / "output").read_text()
-
-
 # ---------------------------------------------------------------------- rounds in a limited time
+
+
+def run_rounds(session: FakeSession, budget: Budget, rounds: int) -> Series:
+    all_systems = [OURS, NONE, OTHER]
+    megatron = Megatron(Path(), (), {}, Path())
+    series = Series(all_systems, {"installed": megatron}, SCHEDULE, budget)
+    with Progress(rounds * len(all_systems)) as progress:
+        for number in range(rounds):
+            session.restarts = number == 0
+            series.round(session, number, rounds, progress)
+    return series
 
 
 def test_a_limited_study_begins_each_round_with_the_run_without_saves() -> None:
     session = FakeSession(saving)
-    series = run_rounds(new_series(Budget(1000.0, 1.0)), session, 3)
+    series = run_rounds(session, Budget(1000.0, 1.0), 3)
     rounds = [session.order[at : at + 3] for at in (0, 3, 6)]
     assert [order[0] for order in rounds] == ["none"] * 3
     assert len({tuple(order) for order in rounds}) > 1, "the others take turns"
@@ -111,7 +106,7 @@ def test_a_run_that_would_not_end_in_time_is_left_out() -> None:
         return saving(system)
 
     session = FakeSession(measured)
-    series = run_rounds(new_series(budget), session, 2)
+    series = run_rounds(session, budget, 2)
     assert session.order == ["none", "flashckpt"]
     systems = series.figures()["systems"]
     assert systems["other"]["failed"] == "not run: no time was left"
@@ -133,9 +128,10 @@ def test_an_interrupted_round_keeps_its_results() -> None:
             raise SystemExit(1)
         return saving(system)
 
-    series = new_series()
-    with pytest.raises(SystemExit):
-        run_rounds(series, FakeSession(measured), 1)
+    all_systems = [NONE, OURS, OTHER]
+    series = Series(all_systems, {"installed": Megatron(Path(), (), {}, Path())}, SCHEDULE)
+    with pytest.raises(SystemExit), Progress(3) as progress:
+        series.round(FakeSession(measured), 0, 1, progress)
     assert len(series.figures()["systems"]["flashckpt"]["rounds"]) == 1
 
 
@@ -148,10 +144,20 @@ def figures_with_a_hang() -> dict:
             raise JobError("took too long: it did not end\n  waiting for process 12")
         return saving(system)
 
-    series = run_rounds(new_series(Budget(1000.0, 1.0)), FakeSession(measured), 1)
-    results = results_of(series, series.most_rounds)
-    results["machine"]["gpu"] = "a card, driver 1"
-    return {**results, "ranks": 1, "size": "0.4b", "columns": gpu.COLUMNS, "left_out": {}}
+    series = run_rounds(FakeSession(measured), Budget(1000.0, 1.0), 1)
+    machine = {"cpu": "a CPU", "cores": 2, "memory_gib": 4.0, "file_system": "ext4", "kernel": "6"}
+    return {
+        "ranks": 1,
+        "rounds": series.most_rounds,
+        "started": "today",
+        "seconds": 60,
+        "size": "0.4b",
+        "schedule": {"interval": 5, "saves": 4},
+        "machine": {**machine, "gpu": "a card, driver 1", "versions": {"torch": "2"}},
+        "columns": gpu.COLUMNS,
+        "left_out": {},
+        **series.figures(),
+    }
 
 
 def test_a_system_that_hangs_is_a_row_that_says_so_with_its_last_lines() -> None:
@@ -183,10 +189,19 @@ def test_a_quick_study_has_a_row_for_ours_and_one_for_a_peer_that_hangs(tmp_path
     with tempfile.TemporaryDirectory(prefix="b") as short:
         scratch = Path(short) / "s"
         scratch.mkdir()
-        printed = run_benchmark("train", *arguments, "--dir", str(scratch), TMPDIR=short)
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks", "train", *arguments, "--dir", str(scratch)],
+            env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": short},
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
         assert not list(scratch.iterdir())
+    assert done.returncode == 0, done.stdout + done.stderr
     (figures,) = report.read_figures(file)
-    assert figures["forked"], printed
+    assert figures["forked"], done.stdout
     systems = figures["systems"]
     assert systems["flashckpt"]["failed"] is None
     assert {*gpu.COLUMNS} <= systems["flashckpt"]["figures"].keys()

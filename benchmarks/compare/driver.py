@@ -20,7 +20,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +27,13 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
 
-from benchmarks.compare.report import print_report
-from benchmarks.compare.targets import print_targets
+from benchmarks.compare.report import report
+from benchmarks.compare.targets import targets
+from benchmarks.study import Result, Study, turned
 from benchmarks.systems import CATALOGUE, QUICK
+from tests.support.forked.nursery import COMMON, CPU_MEGATRON, REPO
 
-REPO = Path(__file__).resolve().parents[2]
 _VERSIONS = ("torch", "megatron-core", "dlrover", "nvidia-resiliency-ext")
 #: Lines of a failed job's output that are shown.
 _TAIL_LINES = 30
@@ -68,9 +67,7 @@ class Size:
 QUICK_SIZE = Size(mib=64, saves=2, first_saves=1, train_saves=1, loads=1)
 
 
-def add_command(commands: Any) -> None:
-    """Add the parser of `python -m benchmarks save` to the subcommands."""
-    parser = commands.add_parser("save", help="saves and loads, compared with other systems")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -83,45 +80,20 @@ def add_command(commands: Any) -> None:
     )
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
-    parser.add_argument("--dir", type=Path, help="directory to write in (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--png", type=Path, help="file for a chart (needs matplotlib)")
-    parser.set_defaults(command=run)
 
 
-def bench_save(out: Console, args: argparse.Namespace, root: Path) -> None:
-    """Measure and report according to `add_command`'s options, with files under `root`."""
-    usual = QUICK_SIZE if args.quick else Size()
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Size)}
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield a note for each system that is not installed, the tables, and all figures."""
+    usual = QUICK_SIZE if options.quick else Size()
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Size)}
     size = dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})
-    usual_names = [name for name, entry in CATALOGUE.items() if entry.usual]
-    names = args.systems.split(",") if args.systems else list(QUICK if args.quick else usual_names)
+    names = [name for name, entry in CATALOGUE.items() if entry.usual]
+    names = options.systems.split(",") if options.systems else QUICK if options.quick else names
     if unknown := [name for name in names if name not in CATALOGUE]:
         raise SystemExit(f"no such system: {', '.join(unknown)}; known: {', '.join(CATALOGUE)}")
-    results = measure(out, names, size, root)
-    print_report(out, results)
-    print_targets(out, results)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
-    if args.png:
-        draw(out, results, args.png)
-
-
-def draw(out: Console, results: dict[str, Any], path: Path) -> None:
-    try:
-        from benchmarks.compare.chart import chart
-    except ImportError as error:
-        out.print(f"no chart: {error}; pip install matplotlib")
-        return
-    chart(results, path)
-    out.print(f"chart: {path}")
-
-
-def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str, Any]:
-    """Return all figures of one run; print a note for each system that is not installed."""
     left_out = {name: missing for name in names if (missing := CATALOGUE[name].missing())}
     for name, missing in left_out.items():
-        out.print(f"{CATALOGUE[name].label}: is not installed and was left out ({missing})")
+        yield f"{CATALOGUE[name].label}: is not installed and was left out ({missing})"
     present = [name for name in names if name not in left_out]
     started = time.time()
     saved = run_job("save", present, size, root)
@@ -131,8 +103,8 @@ def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str,
         saved["systems"][name] |= figures
     for limit, seconds in loaded["limits"].items():
         saved["limits"].setdefault(limit, []).extend(seconds)
-    more_first_saves(out, saved["systems"], size, root)
-    return {
+    yield from _more_first_saves(saved["systems"], size, root)
+    results = {
         "machine": machine(root),
         "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
@@ -141,11 +113,14 @@ def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str,
         "left_out": left_out,
         **saved,
     }
+    yield from report(results)
+    yield from targets(results)
+    yield results
 
 
-def more_first_saves(
-    out: Console, systems: dict[str, dict[str, Any]], size: Size, root: Path
-) -> None:
+def _more_first_saves(
+    systems: dict[str, dict[str, Any]], size: Size, root: Path
+) -> Iterator[Result]:
     """Run further jobs that only save; add their figures to `systems`.
 
     Systems that failed, or whose first save is slow, are left out.
@@ -155,17 +130,16 @@ def more_first_saves(
     if not names or size.first_saves < 2:
         return
     if slow := [name for name in succeeded if name not in names]:
-        out.print(
+        yield (
             f"{', '.join(slow)}: one first save only, because it blocks for more than "
             f"{_SLOW_FIRST_S:g} s; the other systems make {size.first_saves}"
         )
     few = dataclasses.replace(size, saves=_LATER_SAVES)
     for number in range(1, size.first_saves):
-        # Every job begins with another system.
-        turned = number % len(names)
         own = root / f"{number}"  # short: the path of an agent's socket has at most 107 bytes
         own.mkdir()
-        job = run_job("first", names[turned:] + names[:turned], few, own)
+        # Every job begins with another system.
+        job = run_job("first", turned(names, number), few, own)
         shutil.rmtree(own)
         for name, figures in job["systems"].items():
             systems[name]["errors"] += figures.pop("errors")
@@ -198,9 +172,10 @@ def ranks(
         *("--saves", str(size.saves), "--train-saves", str(size.train_saves)),
         *("--loads", str(size.loads), "--step-ms", str(size.step_ms), *more),
     ]
+    env = environment(on_cpu=not torch.cuda.is_available()) | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     log = root / f"{mode}.log"
     with log.open("wb") as output:
-        job = subprocess.Popen(command, env=_environment(), stdout=output, stderr=subprocess.STDOUT)
+        job = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
         try:
             yield job
         finally:
@@ -212,19 +187,13 @@ def ranks(
         raise SystemExit(f"the job '{mode}' ended with status {job.returncode}:\n{tail}")
 
 
-def _environment() -> dict[str, str]:
-    path = [str(REPO)]
-    if not torch.cuda.is_available():
-        path.insert(0, str(REPO / "tests/cpu_megatron"))
+def environment(*, on_cpu: bool) -> dict[str, str]:
+    """Return the environment of ranks, without settings of the package from outside."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT")}
-    return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": "1",
-        "CPU_CUDA_STUBS": "triton apex",
-        "PYTHONWARNINGS": "ignore",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
+    path = [str(REPO), os.environ.get("PYTHONPATH", "")]
+    if on_cpu:
+        path.insert(0, str(CPU_MEGATRON))
+    return {**kept, **COMMON, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def machine(root: Path) -> dict[str, Any]:
@@ -266,7 +235,12 @@ def _holds(mountpoint: str, path: Path) -> bool:
     return path.resolve().is_relative_to(mountpoint)
 
 
-def run(out: Console, args: argparse.Namespace) -> None:
-    """Run `python -m benchmarks save`."""
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="fc") as root:
-        bench_save(out, args, Path(root))
+def draw(results: list[Result], path: Path) -> None:
+    from benchmarks.compare.chart import chart
+
+    for result in results:
+        if isinstance(result, dict):
+            chart(result, path)
+
+
+STUDY = Study("save", "saves and loads, compared with other systems", add_options, run, draw)

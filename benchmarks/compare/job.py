@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.study import turned
 from benchmarks.systems import System, make
 from benchmarks.workload import State, as_bytes, mapping
 
@@ -69,10 +70,8 @@ class Job:
 
     def interleaved(self, rounds: int) -> Iterator[tuple[int, str]]:
         """Yield `(round, system)`; the order of the systems rotates from round to round."""
-        names = list(self.args.systems.split(","))
         for number in range(rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in turned(self.args.systems.split(","), number):
                 if name in self.systems:
                     yield number, name
 

@@ -80,8 +80,8 @@ class _RawFile:
 
     def __init__(self, job: Job) -> None:
         self.path = job.args.root / f"raw_{job.rank}"
-        write_raw(self.path, job.scratch, direct=False)
         self._view = memoryview(job.scratch.numpy())
+        write_raw(self.path, self._view, direct=False)
         self._limits = job.results.setdefault("limits", {})
 
     def warm_s(self) -> float:

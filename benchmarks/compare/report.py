@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.study import Result, Table
 
 _GB = 1e9
 #: Sources of loads.
@@ -90,10 +90,6 @@ def raw_write_s(results: dict[str, Any]) -> float | None:
     return min((took for took in tried if took), default=None)
 
 
-def _number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
-
-
 def _split(phases: list[dict[str, float]]) -> str:
     """Return the median time of each phase over several saves, as text."""
     shown = {key: median([taken.get(key, 0.0) for taken in phases]) for key in phases[-1]}
@@ -113,10 +109,10 @@ def _how_many_firsts(results: dict[str, Any]) -> str:
     )
 
 
-def print_report(out: Console, results: dict[str, Any]) -> None:
-    """Print the tables of a run."""
+def report(results: dict[str, Any]) -> Iterator[Result]:
+    """Yield the lines and tables of a run."""
     size, limits = results["size"], results["limits"]
-    out.print(
+    yield (
         f"{size['ranks']} ranks, each {results['rank_nbytes'] / 1e6:.0f} MB in "
         f"{results['pieces']} tensors; medians of {size['saves']} later saves, "
         f"{size['train_saves']} saves in training, {size['loads']} loads; "
@@ -132,26 +128,24 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
         "read warm": median(limits.get("read_warm_s")),
     }
     nbytes = results["rank_nbytes"]
-    out.print(
+    yield (
         "limits with all ranks at once (GB/s per rank): "
         + "; ".join(f"{name} {nbytes / _GB / s:.2f}" for name, s in limit_s.items() if s)
     )
     for name, label in results["labels"].items():
-        out.print(f"{name}: {label}")
-    out.print(_how_many_firsts(results))
+        yield f"{name}: {label}"
+    yield _how_many_firsts(results)
     rows = {name: summary(results, name) for name in results["systems"]}
     for title, columns in _TABLES.items():
-        table = Table("system", *columns, title=title, title_justify="left", box=None)
-        for name, row in rows.items():
-            cells = [show(row) for show in columns.values()]
-            table.add_row(name, *cells)
-        out.print(table)
+        specs = {"system": "", **{column: spec for column, (_, spec) in columns.items()}}
+        keys = [key for key, _ in columns.values()]
+        yield Table(title, specs, [(name, *map(row.get, keys)) for name, row in rows.items()])
     for name, entry in results["systems"].items():
         jobs = [entry, *entry.get("more_jobs", [])]
         firsts = [job["first"]["phases"] for job in jobs if "first" in job]
         for what, several in (("first", firsts), ("later", entry.get("phases", []))):
             if phases := [taken for taken in several if taken]:
-                out.print(f"phases of a {what} save on rank 0, {name} (ms): {_split(phases)}")
+                yield f"phases of a {what} save on rank 0, {name} (ms): {_split(phases)}"
     for name, entry in results["systems"].items():
         if "busy" in entry:
             busy = entry["busy"]
@@ -159,44 +153,43 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
                 f"{word} after {s:.2f} s"
                 for word, s in zip(busy["said"], busy["blocked_s"], strict=True)
             )
-            out.print(
-                f"busy, {name}: three saves in a row: {tries}; newest complete: {busy['latest']}"
-            )
+            yield f"busy, {name}: three saves in a row: {tries}; newest complete: {busy['latest']}"
     for name, entry in results["systems"].items():
         for error in entry["errors"]:
-            out.print(f"{name}: {error}")
+            yield f"{name}: {error}"
 
 
+#: Columns by the title of their table: the key of a `summary`, and the format.
 _TABLES = {
     "blocked time of a save (s; x memcpy: divided by a memcpy of the same bytes right before)": {
-        "first": lambda row: _number(row["first_blocked_s"], 3),
-        "later": lambda row: _number(row["blocked_s"], 3),
-        "x memcpy": lambda row: _number(row["blocked_over_memcpy"], 2),
-        "first / later": lambda row: _number(row["first_over_later"], 1),
-        "until tensors may change": lambda row: _number(row["settled_s"], 3),
-        "x memcpy ": lambda row: _number(row["settled_over_memcpy"], 2),
+        "first": ("first_blocked_s", ".3f"),
+        "later": ("blocked_s", ".3f"),
+        "x memcpy": ("blocked_over_memcpy", ".2f"),
+        "first / later": ("first_over_later", ".1f"),
+        "until tensors may change": ("settled_s", ".3f"),
+        "x memcpy ": ("settled_over_memcpy", ".2f"),
     },
     "time until a save is durable (s, including an fsync that the system omits), and its cost": {
-        "durable": lambda row: _number(row["durable_s"]),
-        "added fsync": lambda row: _number(row["owed_s"]),
-        "x raw write": lambda row: _number(row["durable_over_raw"]),
-        "CPU s per GB": lambda row: _number(row["cpu_s_per_gb"]),
-        "training lost, s": lambda row: _number(row["training_lost_s"]),
-        "by blocking": lambda row: _number(row["training_blocked_s"]),
-        "by slower steps": lambda row: _number(row["training_slowed_s"]),
+        "durable": ("durable_s", ".2f"),
+        "added fsync": ("owed_s", ".2f"),
+        "x raw write": ("durable_over_raw", ".2f"),
+        "CPU s per GB": ("cpu_s_per_gb", ".2f"),
+        "training lost, s": ("training_lost_s", ".2f"),
+        "by blocking": ("training_blocked_s", ".2f"),
+        "by slower steps": ("training_slowed_s", ".2f"),
     },
     "loads (s; share: a raw read, or a memcpy, divided by the load)": {
-        "cold": lambda row: _number(row["cold_s"]),
-        "share": lambda row: _number(row["cold_share"]),
-        "warm": lambda row: _number(row["warm_s"]),
-        "share ": lambda row: _number(row["warm_share"]),
-        "from memory": lambda row: _number(row["memory_s"], 3),
-        "share  ": lambda row: _number(row["memory_share"]),
+        "cold": ("cold_s", ".2f"),
+        "share": ("cold_share", ".2f"),
+        "warm": ("warm_s", ".2f"),
+        "share ": ("warm_share", ".2f"),
+        "from memory": ("memory_s", ".3f"),
+        "share  ": ("memory_share", ".2f"),
     },
     "memory and disk (divided by the size of the state)": {
-        "host memory": lambda row: _number(row["host_memory"]),
-        "agent's own, MiB": lambda row: _number(row["agent_mib"], 0),
-        "disk": lambda row: _number(row["disk"], 4),
-        "files": lambda row: _number(row["files"], 0),
+        "host memory": ("host_memory", ".2f"),
+        "agent's own, MiB": ("agent_mib", ".0f"),
+        "disk": ("disk", ".4f"),
+        "files": ("files", ".0f"),
     },
 }

@@ -88,7 +88,7 @@ def _raw_write(job: Job) -> None:
     for name, direct in (("raw_direct_s", True), ("raw_buffered_s", False)):
         path.unlink(missing_ok=True)
         dist.barrier()
-        took = write_raw(path, job.scratch, direct=direct)
+        took = write_raw(path, memoryview(job.scratch.numpy()), direct=direct)
         job.results.setdefault("limits", {}).setdefault(name, []).append(slowest(took))
     path.unlink(missing_ok=True)
 

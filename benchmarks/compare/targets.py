@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.compare.report import median, summary
+from benchmarks.study import Table
 
 OURS, BLOCKING, RIVAL = "flashckpt", "flashckpt-blocking", "dlrover"
 _MIB = 2**20
@@ -109,21 +107,20 @@ TARGETS = (
 )
 
 
-def print_targets(out: Console, results: dict[str, Any]) -> None:
-    """Print every target with this run's figure."""
+def targets(results: dict[str, Any]) -> Iterator[Table]:
+    """Yield a table of the targets with this run's figures, if it has figures of ours."""
     if OURS not in results["systems"]:
         return
     row = summary(results, OURS)
-    table = Table(
-        "what", "target", "reached", "", "", title="targets", title_justify="left", box=None
-    )
+    rows = []
     for target in TARGETS:
         reached = target.reached(results, row)
         bound = f"{'>=' if target.least else '<='} {target.limit:g} {target.unit}"
         if reached is None:
-            table.add_row(target.what, bound, "-", "not measured")
+            rows.append((target.what, bound, None, "not measured", ""))
         else:
             verdict = "" if target.met(reached) else "missed"
             beside = target.beside(results, row)
-            table.add_row(target.what, bound, f"{reached:.4g} {target.unit}", verdict, beside)
-    out.print(table)
+            rows.append((target.what, bound, f"{reached:.4g} {target.unit}", verdict, beside))
+    columns = ("what", "target", "reached", "", " ")
+    yield Table("targets", dict.fromkeys(columns, ""), rows)

@@ -1,5 +1,6 @@
 """Studies: one module per question about this package; `benchmarks/study.py` defines a study."""
 
+from benchmarks.compare import driver
 from benchmarks.studies import (
     cluster_model,
     exchange,
@@ -18,6 +19,7 @@ from benchmarks.study import Study
 from benchmarks.train import study as train
 
 STUDIES: tuple[Study, ...] = (
+    driver.STUDY,
     train.STUDY,
     growth.STUDY,
     plan.STUDY,

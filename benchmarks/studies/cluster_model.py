@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.resources import write_raw
 from benchmarks.study import Result, Study, Table
+from benchmarks.synthetic import slot_meta
 from megatron_flashckpt.agent.proposals import create_records
 from megatron_flashckpt.agent.shard_writer import slot_shard
-from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.sizing.cluster_model import Cluster, PerParameter, even_sizes, plan
 from megatron_flashckpt.storage.opening import open_store
@@ -48,18 +48,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     """Yield predicted and measured times; exit with status 1 if they differ by more than FACTOR."""
     numel = options.mib * 2**20 // 4
     state = torch.rand(numel)
+    raw = memoryview(state.numpy()).cast("B")
     layout = PlanCache().layout([Piece("w", MASTER, "F32", (numel,), (0,), (numel,), 0, numel)])
-    meta = SlotMeta(
-        root=str(root),
-        rank=0,
-        world_size=1,
-        coordinates=Coordinates(),
-        template_fingerprint=layout.template_fingerprint,
-        template=layout.template,
-        placement=layout.placement,
-        common=b"",
-        description={},
-    )
+    meta = slot_meta(str(root), layout)
     store, stager, slab = open_store(root), Stager(), Slab.create(2, 4096, layout.nbytes, "0")
     slab.populate()
     stager.use(slab, device=None)
@@ -74,7 +65,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         stager.wait()
         seconds_of["stage"].append(time.perf_counter() - started)
         slot.set_header(SlotHeader(SlotState.STAGED, iteration, SAVE_ID, 0, layout.nbytes))
-        seconds_of["write"].append(write_raw(root / "raw", state.view(torch.uint8), direct=False))
+        seconds_of["write"].append(write_raw(root / "raw", raw, direct=False))
         (root / "raw").unlink()
         started = time.perf_counter()
         shard = slot_shard(store, slot, slot.header, meta)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks.object_clients import WAYS, Way
 from benchmarks.studies.persist import cpu_s, own_mib
-from benchmarks.study import Result, Study, Table
+from benchmarks.study import Result, Study, Table, turned
 from tests.support.object_server import BUCKET, reachable_s3_server
 
 _ALONE = "obstore alone"
@@ -82,8 +82,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     context = mp.get_context("spawn")
     with reachable_s3_server(root / "server"):
         for number in range(options.rounds):
-            for turn in range(len(ways)):
-                name = ways[(turn + number) % len(ways)]
+            for turn, name in enumerate(turned(ways, number)):
                 results = context.Queue()
                 place = f"{number}.{turn}"
                 url = f"s3://{BUCKET}/{place}/save"

@@ -21,125 +21,92 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import psutil
 
-from benchmarks.study import Result, Study, Table
-from megatron_flashckpt.agent.client import AgentClient
+from benchmarks.resources import write_raw
+from benchmarks.study import Result, Study, Table, turned
 from megatron_flashckpt.agent.connecting import connect
 from megatron_flashckpt.config import AgentConfig, Config
-from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
-from megatron_flashckpt.layout.template import Layout, PlanCache, order
+from megatron_flashckpt.layout.template import order
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.memory.slot import SlotState
+from tests.support.processes import MIB, memory_nbytes
+from tests.support.trainer import FakeTrainer
 
 RANKS = 2
 #: Elements of each tensor of a rank, stored as a master (4 bytes) and a weight (2 bytes).
 NUMEL = 2**20
-RAW_NBYTES = 16 * 2**20
 _RUN = "000001-3fa9"
-_MODES = {"buffered": 0, "O_DIRECT": os.O_DIRECT}
+_MODES = ("buffered", "O_DIRECT")
+#: Room for the meta of a slot.
+_META_NBYTES = 2**20
+_PATIENCE_S = 60.0
 #: Seconds of each measurement of the busy processes' rate without a save.
 _ALONE_S = 0.3
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
-def layout_of(rank: int, mib: int) -> Layout:
-    pieces = [
-        Piece(f"layer{i}", kind, dtype, (RANKS, NUMEL), (rank, 0), (1, NUMEL), 0, NUMEL)
-        for i in range(round(mib / 6))
-        for kind, dtype in ((MASTER, "F32"), (WEIGHT, "BF16"))
-    ]
-    return PlanCache().layout([pieces[i] for i in order(pieces)])
-
-
-class Rank:
+class Rank(FakeTrainer):
     """Rank whose slots hold random bytes; a save only sends the "staged" message."""
 
     def __init__(self, root: Path | str, config: Config, rank: int, mib: int) -> None:
-        self._root, self._rank = root, rank
-        self._layout = layout_of(rank, mib)
-        self.nbytes = self._layout.nbytes
-        self.client: AgentClient = connect(str(root), rank, 0, config)
-        self._slab = Slab.create(2, len(self._meta(0)) + 4096, self.nbytes, f"{rank}")
-        for slot in self._slab.slots:
-            random = os.urandom(2**20)
-            start, stop = slot.data_offset, slot.data_offset + self.nbytes
-            for at in range(start, stop, len(random)):
-                end = min(at + len(random), stop)
-                self._slab.memory[at:end] = random[: end - at]
-        self.client.attach(self._slab)
+        super().__init__(root, config, rank, RANKS)
+        pieces = [
+            Piece(f"layer{i}", kind, dtype, (RANKS, NUMEL), (rank, 0), (1, NUMEL), 0, NUMEL)
+            for i in range(round(mib / 6))
+            for kind, dtype in ((MASTER, "F32"), (WEIGHT, "BF16"))
+        ]
+        self.pieces = [pieces[i] for i in order(pieces)]
+        self.nbytes = self.layout.nbytes
+        self.slab = Slab.create(self.slots, _META_NBYTES, self.nbytes, f"{rank}")
+        with memoryview(self.slab.memory) as memory:
+            for slot in self.slab.slots:
+                fill_randomly(memory[slot.data_offset : slot.data_offset + self.nbytes])
+        self.attach()
 
-    def _meta(self, iteration: int) -> bytes:
-        return msgspec.msgpack.encode(
-            SlotMeta(
-                root=str(self._root),
-                rank=self._rank,
-                world_size=RANKS,
-                coordinates=Coordinates(dp=self._rank),
-                template_fingerprint=self._layout.template_fingerprint,
-                template=self._layout.template,
-                placement=self._layout.placement,
-                common=b"",
-                description={},
-                retain_interval=None,
-            )
-        )
-
-    def save(self, iteration: int, save_id: str) -> None:
+    def send(self, iteration: int) -> None:
         """Send the "staged" message for a slot."""
-        index = self.client.acquire(60.0)
-        slot, meta = self._slab.slots[index], self._meta(iteration)
-        header = SlotHeader(SlotState.STAGING, iteration, save_id, len(meta), self.nbytes)
-        slot.set_header(header)
-        slot.set_meta(meta)
+        slot = self.begin(iteration, save_name(_RUN, iteration), _PATIENCE_S)
+        assert slot is not None, "no slot became free"
         slot.set_state(SlotState.STAGED)
-        self.client.staged(index)
+        self.client.staged(slot.index)
 
-    def wait(self) -> None:
-        while not (finished := self.client.poll(5.0).finished):
-            pass
-        if finished[0].error is not None:
-            raise SystemExit(finished[0].error)
 
-    def close(self) -> None:
-        self.client.leave()
-        self.client.close()
-        self._slab.close()
+def save(ranks: list[Rank], iteration: int) -> None:
+    """Save on all ranks; return when the checkpoint is committed."""
+    for rank in ranks:
+        rank.send(iteration)
+    for rank in ranks:
+        if (error := rank.outcome(_PATIENCE_S).error) is not None:
+            raise SystemExit(error)
+
+
+def fill_randomly(memory: memoryview) -> None:
+    """Fill memory with random bytes, which repeat after 1 MiB."""
+    random = os.urandom(2**20)
+    for at in range(0, len(memory), len(random)):
+        part = memory[at : at + len(random)]
+        part[:] = random[: len(part)]
 
 
 def cpu_s(pid: int) -> float:
     """Return the processor seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def own_mib(pid: int) -> float:
     """Return the private memory of a process, MiB."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) / 1024
-    raise ValueError(f"process {pid} has no memory")
+    return memory_nbytes(pid, "RssAnon") / MIB
 
 
-def write_raw(root: Path, nbytes: int, number: int, orders: Any, done: Any) -> None:
+def write_on_order(root: Path, nbytes: int, number: int, orders: Any, done: Any) -> None:
     """Write one file of `nbytes` for each mode that `orders` receives, until it receives None."""
-    memory = memoryview(mmap.mmap(-1, nbytes + RAW_NBYTES))
-    random = os.urandom(2**20)
-    for at in range(0, nbytes, len(random)):
-        memory[at : at + len(random)] = random
+    memory = memoryview(mmap.mmap(-1, nbytes))
+    fill_randomly(memory)
     while (mode := orders.get()) is not None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _MODES[mode]
-        fd = os.open(root / f"raw{number}", flags)
-        os.posix_fallocate(fd, 0, nbytes)
-        for at in range(0, nbytes, RAW_NBYTES):
-            part = memory[at : at + min(RAW_NBYTES, nbytes - at)]
-            while part:
-                written = os.pwrite(fd, part, at)
-                part, at = part[written:], at + written
-        os.fdatasync(fd)
-        os.close(fd)
+        write_raw(root / f"raw{number}", memory, direct=mode == "O_DIRECT")
         done.put(number)
 
 
@@ -149,7 +116,9 @@ def raw_writers(root: Path, nbytes: int) -> Iterator[Callable[[str], None]]:
     context = mp.get_context("spawn")
     orders, done = [context.Queue() for _ in range(RANKS)], context.Queue()
     arguments = [(root, nbytes, number, orders[number], done) for number in range(RANKS)]
-    processes = [context.Process(target=write_raw, args=of_process) for of_process in arguments]
+    processes = [
+        context.Process(target=write_on_order, args=of_process) for of_process in arguments
+    ]
     for process in processes:
         process.start()
 
@@ -232,24 +201,6 @@ class Figures:
         for taken in (self.durable_s, self.cpu_s, self.lost_s):
             taken.clear()
 
-    def rows(self, raw_s: dict[str, list[float]]) -> Iterator[tuple[str, float, str]]:
-        """Yield the name, the figure and the target of each measurement."""
-        medians = {mode: statistics.median(taken) for mode, taken in raw_s.items()}
-        best = min(medians, key=lambda mode: medians[mode])
-        durable, gb = statistics.median(self.durable_s), self.state_nbytes / 1e9
-        for mode, taken in medians.items():
-            yield f"raw write, {mode}, GB/s", gb / taken, ""
-        yield "call to committed, s", durable, ""
-        yield f"divided by raw writes ({best})", durable / medians[best], "<= 1.15"
-        ratios = [ours / raw for ours, raw in zip(self.durable_s, raw_s[best], strict=True)]
-        yield "... in the fastest round", min(ratios), ""
-        yield "... in the slowest round", max(ratios), ""
-        yield "agent: CPU s per GB", statistics.median(self.cpu_s) / gb, "<= 0.4"
-        yield "agent: peak private memory, MiB", self.own_mib, "< 60"
-        yield "agent: from start to first answer, s", self.start_s, "< 0.5"
-        more = 100 * (self.file_nbytes / self.state_nbytes - 1)
-        yield "files beyond the size of the state, %", more, "< 0.1"
-
 
 class Ours:
     """Two ranks and their agent, under one setting."""
@@ -268,13 +219,9 @@ class Ours:
     def save(self, iteration: int) -> None:
         """Save once, measure, and remove the files."""
         self._others.alone()
-        save_id = save_name(_RUN, iteration)
         used, done = cpu_s(self.agent), self._others.work()
         since = time.perf_counter()
-        for rank in self.ranks:
-            rank.save(iteration, save_id)
-        for rank in self.ranks:
-            rank.wait()
+        save(self.ranks, iteration)
         took, figures = time.perf_counter() - since, self.figures
         figures.lost_s.append(self._others.lost_s(self._others.work() - done, took))
         figures.durable_s.append(took)
@@ -286,7 +233,7 @@ class Ours:
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.close()
+            rank.hang_up(leave=True)
 
 
 def measure(
@@ -315,8 +262,7 @@ def measure(
                 for system in ours
             ]
             steps += [lambda mode=mode: raw(mode) for mode in _MODES]
-            first = round_number % len(steps)
-            for step in steps[first:] + steps[:first]:
+            for step in turned(steps, round_number):
                 step()
     for system in ours:
         system.close()
@@ -338,7 +284,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield a table for each size; it has one row per setting, if there are several."""
+    """Yield a table for each size, with a row per setting."""
     settings = [
         AgentConfig(write_threads=threads, writer_nice=nice, direct_io=direct)
         for threads in options.write_threads
@@ -352,25 +298,19 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
             stack.callback(shutil.rmtree, place, ignore_errors=True)
             others = stack.enter_context(Others(options.busy))
             raw_s, figures = measure(place, mib, options.rounds, settings, others)
-        title = (
-            f"{RANKS} ranks, {figures[0].state_nbytes / 1e9:.2f} GB in all; medians of "
-            f"{options.rounds} interleaved rounds{'; all cores busy' if options.busy else ''}"
-        )
-        if len(figures) == 1:
-            columns = {"what": "", "figure": ".3g", "target": ""}
-            yield Table(title, columns, list(figures[0].rows(raw_s)))
-        else:
-            yield compared(title, settings, figures, raw_s)
+        yield _table(options, settings, figures, raw_s)
 
 
-def compared(
-    title: str,
+def _table(
+    options: argparse.Namespace,
     settings: list[AgentConfig],
     figures: list[Figures],
     raw_s: dict[str, list[float]],
 ) -> Table:
     """Return a table with a row per setting; times are relative to raw writes of the same round."""
-    best = min(raw_s, key=lambda mode: statistics.median(raw_s[mode]))
+    medians = {mode: statistics.median(taken) for mode, taken in raw_s.items()}
+    best = min(medians, key=lambda mode: medians[mode])
+    gb = figures[0].state_nbytes / 1e9
     rows = []
     for setting, of_setting in zip(settings, figures, strict=True):
         ratios = [ours / raw for ours, raw in zip(of_setting.durable_s, raw_s[best], strict=True)]
@@ -379,14 +319,26 @@ def compared(
                 *(f"{setting.write_threads}", f"{setting.writer_nice}", setting.direct_io),
                 statistics.median(of_setting.durable_s),
                 *(statistics.median(ratios), min(ratios), max(ratios)),
-                statistics.median(of_setting.cpu_s) / of_setting.state_nbytes * 1e9,
+                statistics.median(of_setting.cpu_s) / gb,
+                *(of_setting.own_mib, of_setting.start_s),
+                100 * (of_setting.file_nbytes / of_setting.state_nbytes - 1),
                 statistics.median(of_setting.lost_s),
             )
         )
+    raw = "; ".join(f"{mode} {gb / taken:.2f} GB/s" for mode, taken in medians.items())
+    busy = "; all cores busy" if options.busy else ""
+    title = (
+        f"{RANKS} ranks, {gb:.2f} GB in all; medians of {options.rounds} interleaved "
+        f"rounds{busy}; raw writes: {raw}; targets: 1.15 x raw, 0.4 CPU s per GB, 60 MiB, 0.5 s, "
+        "0.1 %"
+    )
     columns = {
         **dict.fromkeys(("threads", "nice", "direct"), ""),
         "committed, s": ".3f",
         **dict.fromkeys((f"x raw ({best})", "least", "most", "CPU s per GB"), ".2f"),
+        "agent's peak memory, MiB": ".0f",
+        "agent's start, s": ".2f",
+        "files beyond the state, %": ".2f",
         "lost by other processes, s": ".3f",
     }
     return Table(title, columns, rows)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.study import Result, Study, Table
-from benchmarks.synthetic import LLAMA_405B, World, manifest
+from benchmarks.synthetic import LLAMA_405B, World, decoded_sources, manifest
 from benchmarks.workload import KINDS, layers_of, shapes
-from megatron_flashckpt.file_format.manifest import decode_manifest, encode_manifest
+from megatron_flashckpt.file_format.manifest import encode_manifest
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.layout.template import PlanCache, Source
+from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.save.gc_pause import gc_paused
 
@@ -81,12 +81,7 @@ def _reads(rounds: int) -> Table:
     decode_s, plan_s = [], []
     for _ in range(rounds):
         started = time.perf_counter()
-        decoded = decode_manifest(encoded, "the manifest")
-        templates = {name: decoded.template(name) for name in decoded.templates}
-        sources = [
-            Source(shard.rank, templates[shard.template], shard.placement)
-            for shard in decoded.shards
-        ]
+        sources = decoded_sources(encoded)
         middle = time.perf_counter()
         plan = read_plan(wanted, sources, "the checkpoint")
         decode_s.append(middle - started)

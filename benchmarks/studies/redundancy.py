@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import tempfile
 import time
@@ -19,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.compare.driver import machine
-from benchmarks.study import Result, Study, Table
+from benchmarks.studies.persist import cpu_s
+from benchmarks.study import Result, Study, Table, turned
 from megatron_flashckpt.memory.slot import SlotState
 from tests.support.cluster import Cluster, cluster
 from tests.support.trainer import content, eventually, new_save_id
@@ -31,7 +31,6 @@ LEAST_OF_XOR = 3
 #: Bytes of a master and its weight.
 _ELEMENT_NBYTES = 6
 _PATIENCE_S = 60.0
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Case:
@@ -82,12 +81,7 @@ class Case:
         return all(count >= self._holders for count in counts.values())
 
     def _agents_cpu_s(self) -> float:
-        used = 0.0
-        for node in self._made.nodes:
-            for pid in node.agents():
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                used += (int(fields[11]) + int(fields[12])) / _TICK
-        return used
+        return sum(cpu_s(pid) for node in self._made.nodes for pid in node.agents())
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -133,8 +127,8 @@ def _measure(
             made = stack.enter_context(cluster(Path(where), [1] * nodes, numel=numel))
             cases[scheme] = Case(made, scheme)
         for number in range(rounds + 1):
-            for at in range(len(schemes)):
-                cases[schemes[(at + number) % len(schemes)]].save()
+            for scheme in turned(schemes, number):
+                cases[scheme].save()
         for case in cases.values():
             # The first save also allocates the slots, on this node and on the holders.
             del case.protected_s[0], case.cpu_s[0]

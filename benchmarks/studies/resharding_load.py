@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.resources import drop_from_cache
 from benchmarks.study import Result, Study, Table
-from benchmarks.synthetic import SAVE_ID, Model, World, write_shard
+from benchmarks.synthetic import SAVE_ID, Model, World, slot_meta, write_shard
 from megatron_flashckpt.agent.proposals import propose_manifest
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
@@ -31,7 +31,6 @@ from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
-from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.store import Store
 
@@ -49,17 +48,9 @@ def write_checkpoint(store: Store, world: World) -> None:
     metas = []
     for rank, (coordinates, pieces) in enumerate(world.ranks()):
         layout = PlanCache().layout(pieces)
-        meta = SlotMeta(
-            root=store.place,
-            rank=rank,
-            world_size=world.size,
-            coordinates=coordinates,
-            template_fingerprint=layout.template_fingerprint,
-            template=layout.template,
-            placement=layout.placement,
-            common=b"" if rank else b"none",
-            description={},
-        )
+        common = b"" if rank else b"none"
+        of_rank = {"rank": rank, "world_size": world.size, "coordinates": coordinates}
+        meta = slot_meta(store.place, layout, common=common, **of_rank)
         write_shard(store, ITERATION, SAVE_ID, meta, data_section(layout.nbytes), Flow())
         metas.append(meta)
     names = [entry.name for entry in store.list(iteration_dir(ITERATION))]

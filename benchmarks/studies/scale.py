@@ -18,19 +18,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.peak_memory import with_peak_mb
+from benchmarks.resources import with_peak_mb
 from benchmarks.study import Result, Study, Table
-from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World
+from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World, decoded_sources, slot_meta
 from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.proposals import look, propose_manifest
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.lineage import Save
-from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_records
 from megatron_flashckpt.file_format.end import End
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.layout.template import PlanCache, Source
+from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry, Store
@@ -77,16 +77,8 @@ def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
             of_node.clear()
         with open(directory / record.file, "xb") as shard:
             shard.truncate(record.nbytes)
-        first = first or SlotMeta(
-            root=str(root),
-            rank=0,
-            world_size=world.size,
-            coordinates=coordinates,
-            template_fingerprint=layout.template_fingerprint,
-            template=layout.template,
-            placement=layout.placement,
-            common=b"none",
-            description={},
+        first = first or slot_meta(
+            str(root), layout, common=b"none", world_size=world.size, coordinates=coordinates
         )
     assert first is not None
     return first
@@ -201,12 +193,7 @@ def read_and_plan_s(root: Path) -> tuple[float, int]:
     path = root / file_names.iteration_dir(ITERATION) / file_names.end_name(SAVE_ID)
     started = time.perf_counter()
     encoded = path.read_bytes()
-    decoded = manifest.decode_manifest(encoded, str(path))
-    templates = {name: decoded.template(name) for name in decoded.templates}
-    sources = [
-        Source(shard.rank, templates[shard.template], shard.placement) for shard in decoded.shards
-    ]
-    read_plan(wanted, sources, "the checkpoint")
+    read_plan(wanted, decoded_sources(encoded), "the checkpoint")
     return time.perf_counter() - started, len(encoded)
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import Result, Study, Table
-from benchmarks.synthetic import write_shard
+from benchmarks.study import Result, Study, Table, turned
+from benchmarks.synthetic import slot_meta, write_shard
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.config import AgentConfig, ShareOut
 from megatron_flashckpt.file_format.commit_record import Coordinates
@@ -158,17 +158,8 @@ def meta_of(replica: int, numel: int, policy: ShareOut) -> SlotMeta:
     if start < end:
         pieces.insert(0, Piece("w", MASTER, "F32", (numel,), (0,), (numel,), start, end))
     layout = PlanCache().layout(pieces)
-    return SlotMeta(
-        root="",
-        rank=replica,
-        world_size=REPLICAS,
-        coordinates=Coordinates(dp=replica),
-        template_fingerprint=layout.template_fingerprint,
-        template=layout.template,
-        placement=layout.placement,
-        common=b"",
-        description={},
-    )
+    coordinates = Coordinates(dp=replica)
+    return slot_meta("", layout, rank=replica, world_size=REPLICAS, coordinates=coordinates)
 
 
 def seconds_of_save(kind: Kind, state: bytearray, numel: int, policy: ShareOut) -> float:
@@ -211,10 +202,9 @@ def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
     state = bytearray(max(options.mib) * 2**20 + SIDE_NBYTES)
     seconds: dict[tuple[str, int, ShareOut], list[float]] = {}
     for round_number in range(options.rounds):
-        order = POLICIES[round_number % len(POLICIES) :] + POLICIES[: round_number % len(POLICIES)]
         for kind in KINDS:
             for mib in options.mib:
-                for policy in order:
+                for policy in turned(POLICIES, round_number):
                     took = seconds_of_save(kind, state, mib * 2**20 // 4, policy)
                     seconds.setdefault((kind.name, mib, policy), []).append(took)
     yield Table(

@@ -14,19 +14,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.compare.driver import machine
 from benchmarks.study import Result
-from benchmarks.train.budget import Budget
 from benchmarks.train.measure import Session
-from benchmarks.train.progress import Progress
-from benchmarks.train.report import table_of
-from benchmarks.train.series import Series
+from benchmarks.train.series import Budget, Series
 from benchmarks.train.sizes import GPU_QUICK, GPU_SIZES, QUICK
-from benchmarks.train.starts import Start, forking, new_process
+from benchmarks.train.starts import IMPORTED
 from benchmarks.train.systems import (
     GPU_ONLY,
     HANGING,
@@ -34,9 +29,10 @@ from benchmarks.train.systems import (
     System,
     available,
     chosen,
-    environment_on_gpu,
+    environment_of_one_rank,
     on_gpu,
 )
+from tools.gpu_check.forkserver import forkserver
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 #: Figures that the tables show. Others depend on the start of the ranks, which is not a job's here.
@@ -95,13 +91,13 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     ends_at = time.monotonic() + options.budget
     systems, left_out = available(chosen(_systems(quick=quick), options.systems))
     with contextlib.ExitStack() as stack:
-        start = new_process
-        try:
-            start = stack.enter_context(forking(_of_one_rank(on_cpu), root / "zygote"))
-        except OSError as error:
-            yield f"every rank makes its own imports, because forked ranks failed: {error}"
+        found, _ = stack.enter_context(forkserver(IMPORTED, environment_of_one_rank(on_cpu=on_cpu)))
+        if not found["forks"]:
+            yield "every rank makes its own imports, because an import has started CUDA"
         for name in [GPU_QUICK] if quick else options.models:
-            yield from _Model(name, options, root, systems, left_out, start, on_cpu).run(ends_at)
+            yield from _Model(name, options, root, systems, left_out, found["forks"], on_cpu).run(
+                ends_at
+            )
     if not quick and options.systems is None:
         # Only a run of all systems replaces the published figures.
         options.json = options.json or RESULTS / "train-gpu.json"
@@ -114,12 +110,6 @@ def _systems(*, quick: bool) -> list[System]:
     return [*systems, HANGING] if quick else systems
 
 
-def _of_one_rank(on_cpu: bool) -> dict[str, str]:
-    """Return the environment of the process that forks ranks; the stand-in for CUDA needs ranks."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return environment_on_gpu(on_cpu=on_cpu) | rank
-
-
 @dataclasses.dataclass(frozen=True)
 class _Model:
     """One model of the study."""
@@ -129,11 +119,11 @@ class _Model:
     root: Path
     systems: list[System]
     left_out: dict[str, str]
-    start: Start
+    forks: bool
     on_cpu: bool
 
     def run(self, ends_at: float) -> Iterator[Result]:
-        """Yield the figures of all systems, even if the study is interrupted."""
+        """Yield the figures of all systems."""
         size = GPU_SIZES[self.name]
         rounds = self.options.rounds or size.rounds
         budget = Budget(ends_at - time.monotonic(), size.system_s)
@@ -143,47 +133,22 @@ class _Model:
         if not budget.has_time(self.name):
             yield f"{self.name}: left out, because no time is left (--budget)"
             return
-        megatron = on_gpu(size, self.start, on_cpu=self.on_cpu)
-        began_at = time.time()
-        series = Series(self.systems, {"installed": megatron}, size.schedule, budget)
-        interruption: BaseException | None = None
-        try:
-            with Progress(rounds * len(self.systems)) as progress:
-                session = Session(
-                    size.schedule,
-                    self.root,
-                    self.options.timeout_s or size.timeout_s,
-                    progress.detail,
-                    silence_s=_SILENCE_S,
-                    ends_at=budget.ends_at + _GRACE_S,
-                )
-                for number in range(rounds):
-                    session.restarts = number == 0
-                    series.round(session, number, rounds, progress)
-        except (KeyboardInterrupt, SystemExit) as error:
-            interruption = error
-        yield from series.errors
-        figures = self._figures(series, began_at)
-        yield table_of(figures)
-        yield figures
-        if interruption:
-            raise interruption
-
-    def _figures(self, series: Series, began_at: float) -> dict[str, Any]:
-        size = GPU_SIZES[self.name]
-        return {
-            "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began_at)),
-            "seconds": round(time.time() - began_at),
-            "machine": machine(self.root),
-            "size": self.name,
-            "storage_mb_s": None,
-            "distributed_optimizer": True,
-            "ranks": 1,
-            "schedule": dataclasses.asdict(size.schedule),
-            "rounds": series.most_rounds,
-            "columns": COLUMNS,
-            "forked": self.start is not new_process,
-            "left_out": self.left_out,
-            "errors": series.errors,
-            **series.figures(),
-        }
+        megatron = on_gpu(size, on_cpu=self.on_cpu)
+        session = Session(
+            size.schedule,
+            self.root,
+            self.options.timeout_s or size.timeout_s,
+            silence_s=_SILENCE_S,
+            ends_at=budget.ends_at + _GRACE_S,
+        )
+        yield from Series(self.systems, {"installed": megatron}, size.schedule, budget).run(
+            session,
+            rounds,
+            size=self.name,
+            storage_mb_s=None,
+            distributed_optimizer=True,
+            ranks=1,
+            columns=COLUMNS,
+            forked=self.forks,
+            left_out=self.left_out,
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import shutil
 import signal
@@ -261,8 +260,3 @@ def _undisturbed() -> Iterator[None]:
     finally:
         for number, handler in ignored.items():
             signal.signal(number, handler)
-
-
-def kept_environment() -> dict[str, str]:
-    """Return this process's environment without settings of the package."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT")}

@@ -79,7 +79,7 @@ class Session:
     root: Path
     timeout_s: float
     """Time limit of each job."""
-    progress: Callable[[str], None]
+    progress: Callable[[str], None] = lambda step: None
     """Receives the name of the current step."""
     limit: StorageLimit | None = None
     restarts: bool = True

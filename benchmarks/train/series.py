@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Hashable, Iterator
 from typing import Any
 
-from benchmarks.train.budget import Budget
+from benchmarks.compare.driver import machine
+from benchmarks.study import Result, turned
 from benchmarks.train.figures import figures_of, objections, spreads, usual_step_s
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured, Session
 from benchmarks.train.progress import Progress
+from benchmarks.train.report import table_of
 from benchmarks.train.sizes import Schedule
 from benchmarks.train.systems import System
+
+
+class Budget:
+    """Seconds that a study may take in all, from now on: a run begins only if it may end in time.
+
+    Args:
+        run_s: expected seconds of a run of which none has been measured.
+    """
+
+    def __init__(self, seconds: float, run_s: float) -> None:
+        self.ends_at = time.monotonic() + seconds
+        self._run_s = run_s
+        self._took: dict[Hashable, float] = {}
+
+    def has_time(self, run: Hashable) -> bool:
+        """Return whether a run is expected to end in time: as long as the last of its kind took."""
+        expected = self._took.get(run, self._run_s)
+        return time.monotonic() + expected <= self.ends_at
+
+    def took(self, run: Hashable, seconds: float) -> None:
+        """Note the duration of a run."""
+        self._took[run] = seconds
 
 
 class Series:
@@ -39,6 +64,40 @@ class Series:
         self._failed: set[str] = set()
         self._reasons: dict[str, str] = {}
 
+    def run(self, session: Session, rounds: int, **settings: Any) -> Iterator[Result]:
+        """Run all rounds; yield errors, the table and the figures, even after an interruption.
+
+        With a budget, only the first round has restarts.
+
+        Args:
+            settings: further fields of the figures.
+        """
+        began_at = time.time()
+        interruption: BaseException | None = None
+        try:
+            with Progress(rounds * len(self._systems)) as progress:
+                session = dataclasses.replace(session, progress=progress.detail)
+                for number in range(rounds):
+                    session.restarts = number == 0 or self._budget is None
+                    self.round(session, number, rounds, progress)
+        except (KeyboardInterrupt, SystemExit) as error:
+            interruption = error
+        yield from self.errors
+        figures = {
+            "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began_at)),
+            "seconds": round(time.time() - began_at),
+            "machine": machine(session.root),
+            **settings,
+            "schedule": dataclasses.asdict(self._schedule),
+            "rounds": self.most_rounds,
+            "errors": self.errors,
+            **self.figures(),
+        }
+        yield table_of(figures)
+        yield figures
+        if interruption:
+            raise interruption
+
     def round(self, session: Session, number: int, rounds: int, progress: Progress) -> None:
         """Run every system once, except those that have failed before; record the figures."""
         runs: dict[str, Measured] = {}
@@ -62,8 +121,7 @@ class Series:
                     self._judge(system, number, runs)
 
     def _order(self, number: int) -> list[System]:
-        at = number * 2 % len(self._systems)
-        order = self._systems[at:] + self._systems[:at]
+        order = turned(self._systems, 2 * number)
         return sorted(order, key=lambda system: system.saves) if self._budget else order
 
     def _has_time(self, session: Session, system: System) -> bool:
@@ -119,7 +177,7 @@ class Series:
         return max(map(len, self._rounds.values()))
 
     def figures(self) -> dict[str, Any]:
-        """Return the content of the JSON file."""
+        """Return the figures of all systems."""
         systems = {}
         for system in self._systems:
             values = spreads(self._rounds[system.name])

@@ -10,25 +10,16 @@ is dropped from the page cache.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shutil
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.compare.driver import machine
 from benchmarks.study import Result, Study
 from benchmarks.train import gpu
 from benchmarks.train.job import RANKS, Megatron
 from benchmarks.train.measure import Session
-from benchmarks.train.progress import Progress
-from benchmarks.train.report import (
-    document,
-    read_figures,
-    table_of,
-)
+from benchmarks.train.report import document, read_figures
 from benchmarks.train.series import Series
 from benchmarks.train.sizes import LARGE, QUICK, SIZES, USUAL
 from benchmarks.train.storage_limit import StorageLimit
@@ -124,35 +115,20 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     )
     if load > _QUIET_LOAD:
         yield f"other processes keep this machine busy (load {load:.1f}): figures will be too high"
-    began_at = time.time()
-    series = Series(systems, megatrons, schedule)
-    with Progress(rounds * len(systems)) as progress:
-        session = Session(
-            schedule, root, options.timeout_s or size.timeout_s, progress.detail, limit
-        )
-        if options.size != QUICK:
-            for name in sorted({system.megatron for system in systems if not system.saves}):
-                session.warm_up(megatrons[name])
-        for number in range(rounds):
-            series.round(session, number, rounds, progress)
-    yield from series.errors
-    figures = {
-        "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began_at)),
-        "seconds": round(time.time() - began_at),
-        "machine": machine(root),
-        "load_before": load,
-        "size": options.size,
-        "storage_mb_s": options.storage_mb_s,
-        "distributed_optimizer": not options.replicated_optimizer,
-        "ranks": RANKS,
-        "schedule": dataclasses.asdict(schedule),
-        "rounds": rounds,
-        "left_out": left_out,
-        "errors": series.errors,
-        **series.figures(),
-    }
-    yield table_of(figures)
-    yield figures
+    session = Session(schedule, root, options.timeout_s or size.timeout_s, limit=limit)
+    if options.size != QUICK:
+        for name in sorted({system.megatron for system in systems if not system.saves}):
+            session.warm_up(megatrons[name])
+    yield from Series(systems, megatrons, schedule).run(
+        session,
+        rounds,
+        load_before=load,
+        size=options.size,
+        storage_mb_s=options.storage_mb_s,
+        distributed_optimizer=not options.replicated_optimizer,
+        ranks=RANKS,
+        left_out=left_out,
+    )
     changed = (options.systems, options.storage_mb_s, options.replicated_optimizer)
     if options.size == USUAL and not any(changed):
         # Only a whole run replaces the published figures.
@@ -177,12 +153,8 @@ def _megatrons(
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Draw the chart, if matplotlib is installed."""
-    try:
-        from benchmarks.train.chart import draw_figures
-    except ImportError as error:
-        print(f"no chart: {error}; pip install matplotlib", file=sys.stderr)
-        return
+    from benchmarks.train.chart import draw_figures
+
     draw_figures(results, path)
 
 

@@ -12,14 +12,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.train.job import Megatron, kept_environment
+from benchmarks.compare.driver import environment
+from benchmarks.train.job import Megatron
 from benchmarks.train.sizes import SIZES, Size
-from benchmarks.train.starts import Start
+from benchmarks.train.starts import forked
 from patches.patch import TAGS
+from tests.support.forked.nursery import REPO
 from tools.compat import real_dlrover
 from tools.compat.tree import Tree
+from tools.gpu_check.forkserver import ENVIRONMENT
+from tools.gpu_check.megatron_run import ONE_RANK
 
-REPO = Path(__file__).resolve().parents[2]
 #: Megatron commit that DLRover's documentation uses, with its legacy GPT.
 OLD = "cb995d5"
 
@@ -177,57 +180,31 @@ def installed(size: str, *, distributed: bool = True) -> Megatron:
     return Megatron(
         script=REPO / "scripts/pretrain_gpt_tiny.py",
         flags=(*_flags(size, distributed=distributed), *_NEWER),
-        env=_environment(on_cpu=True),
+        env=environment(on_cpu=True),
         cwd=REPO,
     )
 
 
-def on_gpu(size: Size, start: Start, *, on_cpu: bool) -> Megatron:
-    """Return the Megatron of this environment with one rank.
+def on_gpu(size: Size, *, on_cpu: bool) -> Megatron:
+    """Return the Megatron of this environment with one forked rank.
 
     Args:
-        start: starts a rank, with the variables of `environment_on_gpu`.
         on_cpu: the rank runs on a CPU, to test the study.
     """
     flags = "--use-distributed-optimizer --swiglu --deterministic-mode --lr 1e-4 --min-lr 1e-5"
     return Megatron(
         script=REPO / "scripts/pretrain_gpt_tiny.py",
         flags=(*_COMMON, *_NEWER, *flags.split(), *size.model),
-        env=environment_on_gpu(on_cpu=on_cpu),
+        env=environment_of_one_rank(on_cpu=on_cpu),
         cwd=REPO,
         ranks=1,
-        start=start,
+        start=forked,
     )
 
 
-def environment_on_gpu(*, on_cpu: bool) -> dict[str, str]:
-    """Return the environment of the one rank on a GPU, without the variables of a launcher."""
-    return {
-        **_environment(on_cpu=on_cpu),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        # --deterministic-mode requires these settings.
-        "NCCL_ALGO": "Ring",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        # The compilation of Megatron's small fused functions would take longer than the runs.
-        "TORCHDYNAMO_DISABLE": "1",
-        # A machine without a network may not resolve its own name.
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
-
-
-def _environment(*, on_cpu: bool) -> dict[str, str]:
-    path = [str(REPO), os.environ.get("PYTHONPATH", "")]
-    stand_ins = {"CPU_CUDA_STUBS": "triton apex"} if on_cpu else {}
-    if on_cpu:
-        path.insert(0, str(REPO / "tests/cpu_megatron"))
-    return {
-        **kept_environment(),
-        **stand_ins,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
+def environment_of_one_rank(*, on_cpu: bool) -> dict[str, str]:
+    """Return the environment of the one rank, and of the process that forks it."""
+    return {**environment(on_cpu=on_cpu), **ENVIRONMENT, **ONE_RANK}
 
 
 def old_trees(
@@ -266,10 +243,9 @@ def old_trees(
 
 def _of_tree(tree: Tree, root: Path, site: Path, flags: tuple[str, ...]) -> Megatron:
     env = tree.environment(root)
-    kept = {name: value for name, value in env.items() if not name.startswith("FLASHCKPT")}
     return Megatron(
         script=tree.root / "pretrain_gpt.py",
         flags=flags,
-        env={**kept, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{site}"},
+        env={**env, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{site}"},
         cwd=tree.root,
     )

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 #: Times are exact to this many seconds.
 _POLL_S = 0.005
 #: Polls between two readings of the host's memory.
@@ -92,7 +94,4 @@ def available_nbytes() -> int:
 
     Unlike the sum of the processes, it counts memory that a GPU's driver has page-locked.
     """
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError("MemAvailable")
+    return int(psutil.virtual_memory().available)

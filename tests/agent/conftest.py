@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.support.trainer import (
     TrainerProcess,
     agents_under,
     config_of,
-    kill_agent,
+    end_agents,
 )
 from tests.tiers import only_first
 
@@ -74,9 +73,7 @@ class Node:
             process.kill()
         for trainer in self._trainers:
             trainer.hang_up()
-        for pid in self.agents():
-            with contextlib.suppress(ProcessLookupError):
-                kill_agent(pid)
+        end_agents(self.runtime_dir)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.file_format.seal import seal
 from tests.agent.test_places import NOBODY, another_user, as_root
-from tests.support.megatron_jobs import REPO, Result, committed, run_job, succeeded
+from tests.support.megatron_jobs import Result, committed, run_cases, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 RANKS = 2
@@ -128,77 +128,31 @@ class CasesJob:
                 damage(directory)
             self.directories[name] = directory
             cases.append({"name": name, "call": "load", "args": {"load": str(directory), **args}})
-        blocked = tmp_path / "file"
-        blocked.write_text("a file where the save directory should be")
-        cases += [
-            {
-                "name": "no_such_directory",
-                "call": "load",
-                "args": {"load": str(tmp_path / "nowhere")},
-            },
-            {
-                "name": "of_another_client",
-                "call": "load",
-                "args": {"load": "msc://profile/job", "enable_msc": True},
-            },
-            {
-                "name": "save_into_a_file",
-                "call": "save",
-                "iteration": 5,
-                "args": {"save": str(blocked)},
-            },
-            {
-                "name": "no_memory_on_one_rank",
-                "call": "save",
-                "iteration": 5,
-                "args": {"save": str(tmp_path / "nomem")},
-                "no_memory_on": 1,
-            },
-            {
-                "name": "no_doorbell_on_one_rank",
-                "call": "save",
-                "iteration": 5,
-                "args": {"save": str(tmp_path / "nobell")},
-                "no_doorbell_on": 1,
-            },
-            {
-                "name": "load_right_after_a_save",
-                "call": "save",
-                "iteration": 5,
-                "args": {"save": str(tmp_path / "overlapped")},
-                "then_load": str(intact),
-            },
-            {
-                "name": "what_was_saved_then",
-                "call": "load",
-                "args": {"load": str(tmp_path / "overlapped"), "finetune": True},
-            },
-            {
-                "name": "save_makes_the_directory",
-                "call": "save",
-                "iteration": 5,
-                "args": {"save": str(tmp_path / "new/deep")},
-            },
-        ]
+        (tmp_path / "file").write_text("a file where the save directory should be")
+        for name, load in (
+            ("no_such_directory", {"load": str(tmp_path / "nowhere")}),
+            ("of_another_client", {"load": "msc://profile/job", "enable_msc": True}),
+        ):
+            cases.append({"name": name, "call": "load", "args": load})
+        for name, place, more in (
+            ("save_into_a_file", "file", {}),
+            ("no_memory_on_one_rank", "nomem", {"no_memory_on": 1}),
+            ("no_doorbell_on_one_rank", "nobell", {"no_doorbell_on": 1}),
+            ("load_right_after_a_save", "overlapped", {"then_load": str(intact)}),
+            ("save_makes_the_directory", "new/deep", {}),
+        ):
+            args = {"save": str(tmp_path / place)}
+            cases.append({"name": name, "call": "save", "iteration": 5, "args": args, **more})
+        saved = {"load": str(tmp_path / "overlapped"), "finetune": True}
+        cases.append({"name": "what_was_saved_then", "call": "load", "args": saved})
         self.tmp_path = tmp_path
-        (tmp_path / "cases.json").write_text(json.dumps(cases))
         self.before = {name: snapshot(path) for name, path in self.directories.items()}
-        self.result = self.run("cases", MODEL, tmp_path / "cases.json")
+        self.result = self.run("cases", MODEL, cases)
         self.after = {name: snapshot(path) for name, path in self.directories.items()}
         self.good = intact
 
-    def run(self, name: str, model: list[str], cases: Path) -> Result:
-        return succeeded(
-            run_job(
-                self.tmp_path,
-                name,
-                [*model, "--train-iters", "2"],
-                ranks=RANKS,
-                entry_point="stock",
-                env={"CASES": str(cases)},
-                script=REPO / "tests/support/jobs/many_loads.py",
-            )
-        )
+    def run(self, name: str, model: list[str], cases: list[dict]) -> Result:
+        return run_cases(self.tmp_path, name, [*model, "--train-iters", "2"], cases, ranks=RANKS)
 
     def of(self, name: str) -> list[dict]:
         events = self.result.named(name)
@@ -290,13 +244,10 @@ def test_a_save_creates_a_missing_directory(ran: CasesJob) -> None:
 def test_a_load_into_another_model_names_differing_keys_and_both_shapes(
     ran: CasesJob,
 ) -> None:
-    cases = ran.tmp_path / "other.json"
     load = {"name": "other", "call": "load", "args": {"load": str(ran.good)}}
-    cases.write_text(json.dumps([load]))
     before = snapshot(ran.good)
-    wider = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
-    wider += ["--ffn-hidden-size", "192"]
-    result = ran.run("other", wider, cases)
+    wider = [*MODEL, "--ffn-hidden-size", "192"]
+    result = ran.run("other", wider, [load])
     assert len(result.named("other")) == RANKS
     for event in result.named("other"):
         kind, message = event["error"]
@@ -326,10 +277,9 @@ def test_a_strict_load_lists_differences_and_another_load_skips_them(
             "args": {**load["args"], "dist_ckpt_strictness": "log_all"},
         },
     ]
-    (ran.tmp_path / "strict.json").write_text(json.dumps(cases))
     before = snapshot(ran.good)
     model = [*MODEL, "--untie-embeddings-and-output-weights", "--disable-bias-linear"]
-    result = ran.run("strict", model, ran.tmp_path / "strict.json")
+    result = ran.run("strict", model, cases)
     for event in result.named("strict"):
         kind, message = event["error"]
         assert kind == "MissingStateError"

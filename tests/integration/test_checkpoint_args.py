@@ -16,8 +16,14 @@ from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError,
 from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.load import node_leader
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.support.megatron_jobs import Result, common_state, run_job, succeeded, truncated_copy
-from tests.support.trainer import eventually
+from tests.support.megatron_jobs import (
+    Result,
+    await_no_agent,
+    common_state,
+    run_job,
+    succeeded,
+    truncated_copy,
+)
 
 LAYERS = 2
 
@@ -31,11 +37,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     succeeded(run_job(where, "save", [*flags, *save], ranks=1))
     await_no_agent(where)
     return where / "save"
-
-
-def await_no_agent(where: Path) -> None:
-    """Wait until the agent has tidied up and ended."""
-    eventually("the end of the agent", lambda: not list((where / "run").iterdir()), 120.0)
 
 
 def resume(where: Path, saved: Path, **options: Any) -> Result:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.support.megatron_jobs import REPO, Result, run_job, succeeded
+from tests.support.megatron_jobs import Result, run_cases
 
 RANKS = 2
 REMEDY = "; give all nodes the same settings file and the same FLASHCKPT_* variables"
@@ -56,17 +55,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         }
         for name, (settings, call, saves, _) in CASES.items()
     ]
-    (where / "cases.json").write_text(json.dumps(cases))
-    return succeeded(
-        run_job(
-            *(where, "cases"),
-            "--num-layers 1 --train-iters 2 --distributed-timeout-minutes 1".split(),
-            ranks=RANKS,
-            entry_point="stock",
-            env={"CASES": str(where / "cases.json")},
-            script=REPO / "tests/support/jobs/many_loads.py",
-        )
-    )
+    flags = "--num-layers 1 --train-iters 2 --distributed-timeout-minutes 1".split()
+    return run_cases(where, "cases", flags, cases, ranks=RANKS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,6 @@ One job saves iterations 2 and 4. Another runs all kinds of damage through Megat
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -21,15 +20,16 @@ from megatron_flashckpt.file_format.file_names import TRACKED, TRACKER
 from megatron_flashckpt.memory.slab import Slab
 from tests.integration.test_bad_input import newer_version_in, snapshot
 from tests.support.megatron_jobs import (
-    REPO,
     Result,
     differing,
+    run_cases,
     run_job,
     succeeded,
     tensors,
     truncated_copy,
 )
-from tests.support.trainer import agents_under, eventually
+from tests.support.stored import await_tracker
+from tests.support.trainer import agents_under
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 MODEL += ["--train-iters", "6", "--save-interval", "2"]
@@ -173,18 +173,7 @@ class CasesJob:
         pretrained = {"args": {"pretrained_checkpoint": str(self.good)}}
         for name, (change, more) in NOT_PRETRAINED.items():
             cases.append(self._case(name, change, pretrained | more))
-        (tmp_path / "cases.json").write_text(json.dumps(cases))
-        self.result = succeeded(
-            run_job(
-                tmp_path,
-                "cases",
-                MODEL,
-                ranks=RANKS,
-                entry_point="stock",
-                env={"CASES": str(tmp_path / "cases.json")},
-                script=REPO / "tests/support/jobs/many_loads.py",
-            )
-        )
+        self.result = run_cases(tmp_path, "cases", MODEL, cases, ranks=RANKS)
 
     def train(self, name: str, save: Path, *more: str) -> Result:
         arguments = [*MODEL, "--save", str(save), "--load", str(save), *more]
@@ -334,8 +323,7 @@ def test_a_slot_that_changed_in_memory_is_not_restored(tmp_path: Path) -> None:
         return run_job(tmp_path, name, arguments, ranks=1, env={**patient, **env})
 
     assert train("crash", tmp_path / "A", KILL="0:6").returncode != 0
-    tracker = tmp_path / "A" / "latest_checkpointed_iteration.txt"
-    eventually("the commit of iteration 4", lambda: tracker.exists() and tracker.read_text() == "4")
+    await_tracker(tmp_path / "A", 4)
     truncated_copy(tmp_path / "A", tmp_path / "C", 4)
     change_in_memory(tmp_path / "run", 4)
     restarted = succeeded(train("again", tmp_path / "A"))

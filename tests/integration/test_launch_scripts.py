@@ -52,6 +52,14 @@ SIZES = {
     "LOG_INTERVAL": "1",
     "EVAL_ITERS": "0",
 }
+#: Variables of a job on CPU ranks.
+TINY_JOB = {
+    **SIZES,
+    "TRAIN_SCRIPT": str(SCRIPTS / "pretrain_gpt_tiny.py"),
+    "PYTHONPATH": f"{CPU_MEGATRON}{os.pathsep}{REPO}",
+    "CPU_CUDA_STUBS": "triton apex",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def environment(tmp_path: Path, *first_on_path: Path, **variables: str) -> dict[str, str]:
@@ -71,14 +79,10 @@ def environment(tmp_path: Path, *first_on_path: Path, **variables: str) -> dict[
     }
 
 
-def trains(tmp_path: Path, script: str, **variables: str) -> tuple[str, dict[str, list[list[str]]]]:
-    """Run a script to its end, with CPU ranks; return its output and each rank's losses."""
+def trains(tmp_path: Path, script: str, **variables: str) -> str:
+    """Run a script to its end, with CPU ranks; return its output."""
     variables = {
-        **SIZES,
-        "TRAIN_SCRIPT": str(SCRIPTS / "pretrain_gpt_tiny.py"),
-        "PYTHONPATH": f"{CPU_MEGATRON}{os.pathsep}{REPO}",
-        "CPU_CUDA_STUBS": "triton apex",
-        "PYTHONWARNINGS": "ignore",
+        **TINY_JOB,
         "LOSS_LOG": str(tmp_path / "losses"),
         "FLASHCKPT_RUNTIME_DIR": str(tmp_path / "run"),
         "FLASHCKPT_FAULT": f"rank1:save.granted:2:KILL:{tmp_path / 'killed'}",
@@ -100,17 +104,19 @@ def trains(tmp_path: Path, script: str, **variables: str) -> tuple[str, dict[str
     printed = log.read_text(errors="replace")
     assert returncode == 0, printed[-6000:]
     assert (tmp_path / "killed").exists(), "no rank was killed"
-    losses = {
+    return printed
+
+
+def losses_in(directory: Path) -> dict[str, list[list[str]]]:
+    """Return iteration and loss of every micro-batch, by rank."""
+    return {
         file.suffix: [line.split() for line in file.read_text().splitlines()]
-        for file in sorted(tmp_path.glob("losses.*"))
+        for file in sorted(directory.glob("losses.*"))
     }
-    return printed, losses
 
 
-def assert_restarted_from_memory(
-    tmp_path: Path, printed: str, losses: dict[str, list[list[str]]]
-) -> None:
-    assert "iteration 2 was restored from memory" in printed
+def assert_repeated(losses: dict[str, list[list[str]]]) -> None:
+    """Assert that both ranks have trained iterations 3 and 4 twice, with equal losses."""
     assert sorted(losses) == [".0", ".1"]
     for of_rank in losses.values():
         iterations = [int(iteration) for iteration, _ in of_rank]
@@ -119,6 +125,11 @@ def assert_restarted_from_memory(
         again = [loss for loss in of_rank[start:] if int(loss[0]) in (3, 4)]
         assert before == again != []
         assert iterations[-1] == 5
+
+
+def assert_restarted_from_memory(tmp_path: Path, printed: str) -> None:
+    assert "iteration 2 was restored from memory" in printed
+    assert_repeated(losses_in(tmp_path))
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "5"
     run = tmp_path / "run"
     eventually(
@@ -127,20 +138,20 @@ def assert_restarted_from_memory(
 
 
 def test_a_killed_rank_on_one_node_restarts_from_memory(tmp_path: Path) -> None:
-    job = trains(
+    printed = trains(
         tmp_path,
         "pretrain_gpt_single_node.sh",
         GPUS_PER_NODE="2",
         TENSOR_PARALLEL="2",
         PRECISION="bf16",
     )
-    assert_restarted_from_memory(tmp_path, *job)
+    assert_restarted_from_memory(tmp_path, printed)
 
 
 def test_a_killed_rank_on_two_nodes_restarts_from_memory(
     tmp_path: Path,
 ) -> None:
-    job = trains(
+    printed = trains(
         tmp_path,
         "pretrain_gpt_slurm.sbatch",
         **SLURM,
@@ -148,7 +159,7 @@ def test_a_killed_rank_on_two_nodes_restarts_from_memory(
         TENSOR_PARALLEL="1",
         MASTER_PORT=str(free_port()),
     )
-    assert_restarted_from_memory(tmp_path, *job)
+    assert_restarted_from_memory(tmp_path, printed)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.support.megatron_jobs import (
     tensors,
     truncated_copy,
 )
-from tests.support.trainer import eventually
+from tests.support.stored import await_tracker
 
 MODEL = ["--num-layers", "2", "--bf16", *DISTRIBUTED]
 PATIENT = {"FLASHCKPT_AGENT__GRACE_S": "120"}
@@ -63,8 +63,7 @@ class Jobs:
 def test_a_job_with_more_ranks_resumes_from_the_memory_of_fewer(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path, interval=5)
     jobs.crash(2)
-    tracker = tmp_path / "S/latest_checkpointed_iteration.txt"
-    eventually("the commit of iteration 5", lambda: tracker.exists() and tracker.read_text() == "5")
+    await_tracker(tmp_path / "S", 5)
     truncated_copy(tmp_path / "S", tmp_path / "C", 5)
     resumed = succeeded(jobs.run("memory", 4, 7, {}))
     assert "iteration 5 was restored from memory" in resumed.log

@@ -7,37 +7,24 @@ in iteration 3 until the second start, which resumes from their iteration 2, has
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.train.descendants import orphans_come_here
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.file_format.end import End, kind_of
 from megatron_flashckpt.file_format.file_names import run_number, run_of, save_of
 from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
+from tests.support.stored import await_tracker
 from tests.support.trainer import eventually
 
 RANKS = 2
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-@contextmanager
-def reaping_orphans() -> Iterator[None]:
-    """Become the parent of orphaned processes, so that their exit status can be read."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @dataclasses.dataclass
@@ -72,7 +59,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> TwoStarts:
         env = {"HOLD": hold, "FLASHCKPT_AGENT__GRACE_S": "200", **more}
         return run_job(where, name, arguments, ranks=RANKS, env=env, torchrun=name == "first")
 
-    with reaping_orphans():
+    with orphans_come_here():
         killed = job("first", f"3:{tracker}:5", 5, SIGNALS="KILL:torchrun:2")
         assert killed.returncode == -9
         ranks = {
@@ -82,7 +69,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> TwoStarts:
             and "RANK" in process.environ()
         }
         try:
-            eventually("iteration 2", lambda: tracker.exists() and tracker.read_text() == "2", 60)
+            await_tracker(save, 2)
             # The first start reports its plans at the end of its training.
             second = succeeded(job("second", f"6:{where}/trace-first/rank_0.jsonl:plans", 7))
             statuses = []

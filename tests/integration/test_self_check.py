@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import re
-from pathlib import Path
 
 import pytest
 
@@ -157,20 +156,6 @@ def test_a_file_size_limit_below_a_slab_stops_all_ranks_at_start(
         need = f"{platform.node()}: rank 1 needs 10.0 MiB in one piece; its file size limit (ulimit"
         assert f"{need} -f) leaves 9.0 MiB\nraise that limit where the job is started" in error[1]
     assert errors(ran, "large files") == [None] * RANKS
-
-
-@pytest.mark.parametrize("entry_point", ["launch", "swap"])
-def test_unsupported_flags_stop_a_job_without_load_before_its_first_step(
-    tmp_path: Path, entry_point: str
-) -> None:
-    job = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer", "--train-iters", "2"]
-    job += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
-    job += ["--exp-avg-dtype", "fp16"]
-    save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
-    result = run_job(tmp_path, entry_point, [*job, *save], ranks=1, entry_point=entry_point)
-    assert result.returncode != 0
-    assert "--exp-avg-dtype torch.float16: states of this type come with scales" in result.log
-    assert result.events == [], "a loss was computed, or a save was made"
 
 
 def test_the_tally_of_all_ranks_shows_missing_elements() -> None:

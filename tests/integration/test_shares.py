@@ -1,45 +1,16 @@
-"""Shares of replicas in a save, and options of a load: several saves and loads in a few jobs."""
+"""Shares of replicas in a save: several saves and loads in one job."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from tests.support.megatron_jobs import REPO, Result, assemble, run_job, succeeded
+from tests.support.megatron_jobs import Result, assemble, run_cases
 
-PLAIN = ["--num-layers", "2", "--bf16"]
 RANKS = 4
-
-
-def run_cases(
-    tmp_path: Path,
-    name: str,
-    model: list[str],
-    cases: list[dict],
-    ranks: int = RANKS,
-    nodes: int = 1,
-) -> Result:
-    file = tmp_path / f"{name}.json"
-    file.write_text(json.dumps(cases))
-    result = succeeded(
-        run_job(
-            tmp_path,
-            name,
-            [*model, "--train-iters", "2"],
-            ranks=ranks,
-            nodes=nodes,
-            entry_point="stock",
-            env={"CASES": str(file)},
-            script=REPO / "tests/support/jobs/many_loads.py",
-        )
-    )
-    for event in result.events:
-        assert event["error"] is None, event
-    return result
 
 
 POLICIES = {
@@ -80,7 +51,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     ]
     cases = [save[0], load[0], *save[1:], *load[1:]]
     (tmp_path / "job").mkdir()
-    return tmp_path, run_cases(tmp_path / "job", "policies", PLAIN, cases, nodes=2)
+    arguments = ["--num-layers", "2", "--bf16", "--train-iters", "2"]
+    result = run_cases(tmp_path / "job", "policies", arguments, cases, ranks=RANKS, nodes=2)
+    for event in result.events:
+        assert event["error"] is None, event
+    return tmp_path, result
 
 
 @pytest.fixture(scope="module")
@@ -155,38 +130,3 @@ def test_shares_make_up_equal_tensors_for_every_choice_of_writers(where: Path) -
     for other in others:
         assert other.keys() == one.keys()
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-def test_the_number_of_replicas_may_change(where: Path) -> None:
-    model = [*PLAIN, "--use-distributed-optimizer"]
-    four, two = where / "four", where / "two"
-    run_cases(
-        where,
-        "dp4",
-        model,
-        [{"name": "save", "call": "save", "iteration": 2, "args": {"save": str(four)}}],
-    )
-    cases = [
-        {"name": "load", "call": "load", "args": {"load": str(four)}},
-        {"name": "save", "call": "save", "iteration": 2, "args": {"save": str(two)}},
-    ]
-    result = run_cases(where, "dp2", [*model, "--seed", "77"], cases, ranks=2)
-    assert [event["result"] for event in result.named("load")] == [2, 2]
-    assert all(event["weights_changed"] for event in result.named("load"))
-    before, after = assemble(four, 2), assemble(two, 2)
-    assert before.keys() == after.keys()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
-
-
-def test_a_load_leaves_out_the_state_that_megatrons_flags_exclude(where: Path) -> None:
-    load = {"load": str(where / "share")}
-    cases = [
-        {"name": "finetune", "call": "load", "args": {**load, "finetune": True}},
-        {"name": "no_optim", "call": "load", "args": {**load, "no_load_optim": True}},
-        {"name": "no_rng", "call": "load", "args": {**load, "no_load_rng": True}},
-        {"name": "step", "call": "load", "args": {**load, "ckpt_step": 2}},
-    ]
-    result = run_cases(where, "flags", [*PLAIN, "--seed", "78"], cases, ranks=1)
-    results = {event["event"]: event["result"] for event in result.events}
-    assert results == {"finetune": 0, "no_optim": 2, "no_rng": 2, "step": 2}
-    assert result.named("finetune")[0]["weights_changed"]

@@ -24,7 +24,8 @@ from tests.support.megatron_jobs import (
     succeeded,
     tensors,
 )
-from tests.support.trainer import agents_under, eventually
+from tests.support.stored import await_tracker, tracked
+from tests.support.trainer import agents_under
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 RANKS = 2
@@ -41,11 +42,6 @@ class Runs:
     """Iteration in the tracker after each job and its agent's pending work had ended."""
     agents: list[int]
     """Number of agents at the same moments."""
-
-
-def tracked(save: Path) -> int:
-    path = save / "latest_checkpointed_iteration.txt"
-    return int(path.read_text()) if path.exists() else 0
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +71,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         made.parts.append(job(f"part{len(made.parts) + 1}", save, signals, *arguments))
         if signals in ("TERM:torchrun:5", "KILL:job:6"):
             # The trainers are dead; their agent is still running.
-            eventually(f"the commit of {expected}", lambda at=expected: tracked(save) >= at)
+            await_tracker(save, expected)
         else:
             await_no_agent(where)
-        made.trackers.append(tracked(save))
+        made.trackers.append(int(tracked(save)))
         made.agents.append(len(agents_under(where / "run")))
     return made
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.support.megatron_jobs import Result, differing, run_job, succeeded, tensors
-from tests.support.trainer import copy_tree, eventually, remove_tree
+from tests.support.stored import await_tracker, tracked
+from tests.support.trainer import copy_tree, remove_tree
 
 MODEL = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer"]
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def train(
@@ -29,15 +30,8 @@ def crashed(tmp_path: Path) -> Path:
     """Run a job that is killed in iteration 6 after it committed 2 and 4; the agent keeps both."""
     result = train(tmp_path, "crash", {"KILL": "0:6"})
     assert result.returncode != 0
-    await_tracker(tmp_path, "4")
+    await_tracker(tmp_path / "save", 4)
     return tmp_path
-
-
-def await_tracker(where: Path, iteration: str) -> None:
-    """Wait for a commit: a crash does not wait for the agent."""
-    tracker = where / "save" / TRACKER
-    named = f"the commit of iteration {iteration}"
-    eventually(named, lambda: tracker.exists() and tracker.read_text() == iteration)
 
 
 def test_a_job_started_again_by_hand_resumes_from_memory(crashed: Path) -> None:
@@ -61,16 +55,16 @@ def test_a_crash_in_the_save_after_the_loop_resumes_from_memory(tmp_path: Path) 
     result = train(tmp_path, "crash", env, iterations=5)
     assert result.returncode != 0
     assert "after training is done" in result.log
-    await_tracker(tmp_path, "4")
+    await_tracker(tmp_path / "save", 4)
     result = succeeded(train(tmp_path, "again", iterations=5))
     assert "iteration 4 was restored from memory" in result.log
-    assert (tmp_path / "save" / TRACKER).read_text() == "5"
+    assert tracked(tmp_path / "save") == "5"
 
 
 def test_a_fresh_start_drops_the_newer_checkpoint_in_memory(crashed: Path) -> None:
     remove_tree(crashed / "save")
     assert train(crashed, "fresh", {"KILL": "0:4"}).returncode != 0
-    await_tracker(crashed, "2")
+    await_tracker(crashed / "save", 2)
     result = succeeded(train(crashed, "again"))
     assert "iteration 2 was restored from memory" in result.log
 

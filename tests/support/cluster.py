@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.file_format.run_object import RunObject
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually, kill_agent
+from tests.support.trainer import FakeTrainer, end_agents, eventually
 
 
 class Cluster:
@@ -123,8 +123,7 @@ class Cluster:
             self.nodes[node] = self._node()
 
     def kill_agent(self, node: int) -> None:
-        for pid in self.nodes[node].agents():
-            kill_agent(pid)
+        end_agents(self.nodes[node].runtime_dir)
 
     def close(self) -> None:
         for node in self.nodes:

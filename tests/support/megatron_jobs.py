@@ -29,6 +29,7 @@ from tests.support.forked.nursery import REPO, job_environment
 from tests.support.trainer import copy_tree, eventually
 
 JOB = REPO / "tests/support/jobs/traced_gpt.py"
+MANY_LOADS = REPO / "tests/support/jobs/many_loads.py"
 
 TINY = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -149,6 +150,16 @@ def run_job(
         rank = int(file.stem.split("_")[1])
         events += [{"rank": rank, **json.loads(line)} for line in file.read_text().splitlines()]
     return Result(status, log, events)
+
+
+def run_cases(
+    where: Path, name: str, arguments: list[str], cases: list[dict], *, ranks: int, **options: int
+) -> Result:
+    """Run the cases of `jobs/many_loads.py`, loads and saves, one after the other in one job."""
+    file = where / f"cases-{name}.json"
+    file.write_text(json.dumps(cases))
+    job = {"entry_point": "stock", "script": MANY_LOADS, "env": {"CASES": str(file)}}
+    return succeeded(run_job(where, name, arguments, ranks=ranks, **job, **options))
 
 
 def _torchrun(

@@ -18,7 +18,7 @@ from megatron_flashckpt.load.gpu_buffers import Gpu
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.store import Store
-from tests.support.trainer import FakeTrainer, content
+from tests.support.trainer import FakeTrainer, content, eventually
 
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
@@ -98,3 +98,10 @@ def files_of_ours(root: Path | str) -> list[str]:
 def is_failed_end(root: Path | str, name: str) -> bool:
     """Return whether a file is the end of a failed save."""
     return name.endswith(".end") and kind_of(open_store(root).get(name)) is End.FAILED
+
+
+def await_tracker(root: Path | str, iteration: int) -> None:
+    """Wait until the tracker names `iteration`: a crash does not wait for the agent."""
+    eventually(
+        f"the commit of iteration {iteration}", lambda: tracked(root) == str(iteration), 60.0
+    )

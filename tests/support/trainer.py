@@ -454,8 +454,9 @@ def blocked_shard(
 
 
 def kill_agent(pid: int) -> None:
-    """Kill an agent, and wait for its end."""
-    os.kill(pid, signal.SIGKILL)
+    """Kill an agent that may have ended, and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     eventually("the end of the agent", lambda: not is_alive(pid))
 
 
@@ -498,6 +499,13 @@ def agents_under(runtime_dir: Path) -> list[int]:
         ):
             pids.append(int(process.name))
     return [pid for pid in pids if is_alive(pid)]
+
+
+def end_agents(runtime_dir: Path) -> None:
+    """Kill all agents with the setting `runtime_dir`, or a path below it; wait for their ends."""
+    for pid in agents_under(runtime_dir):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            kill_agent(pid)
 
 
 def _main() -> None:

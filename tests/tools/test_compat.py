@@ -39,7 +39,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, **features: Callable[[Any], str | Non
     """Return the marks and notes of a release that has only `features`."""
     monkeypatch.setattr(matrix, "FEATURES", features)
     column = Column("v1", "abc of 2026-01-01", "2026-01-02", {}, [])
-    trial = Trial(None, column)  # type: ignore[arg-type]
+    trial = Trial(object(), column)  # type: ignore[arg-type]
     for feature in features:
         try:
             trial.check(feature)

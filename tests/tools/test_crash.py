@@ -1,8 +1,8 @@
 """A sample of the crash matrix; `scripts/crash` runs all cells.
 
 In most cells a job of two real Megatron ranks and their agent is stopped at a failpoint, killed in
-whole or in part, and started again. Other cells have nodes that hold copies for each other, or two
-jobs in one save directory. Cells of a family run their own scenario.
+whole or in part, and started again. Other cells have nodes that hold copies for each other, two
+jobs in one save directory, or several runs of one job.
 """
 
 from __future__ import annotations
@@ -15,86 +15,77 @@ import pytest
 
 from megatron_flashckpt.failpoints import POINTS
 from tests.tiers import only_first
-from tools.crash import job, roots, second_starts, storage_faults, trouble
-from tools.crash.cells import all_cells, sample
-from tools.crash.families import family_sample
-from tools.crash.family import FamilyCell
+from tools.crash import job, peers, roots, second_starts, trouble
+from tools.crash.cells import all_cells
+from tools.crash.family import AnyCell
+from tools.crash.forks import Forks
 from tools.crash.job import RANKS, CellError, Job
-from tools.crash.peers import (
-    NODES,
-    PeerCell,
-    peer_cells,
-    peer_sample,
-    run_peer_cell,
-)
+from tools.crash.peers import NODES, OWN, PeerCell, peer_cells
 from tools.crash.requeues import Requeue
-from tools.crash.rivals import RivalCell, rival_sample, run_rival_cell
+from tools.crash.rivals import RivalCell
 from tools.crash.roots import PLAIN, S3, is_hit
+from tools.crash.second_jobs import SecondJob
 from tools.crash.second_starts import SecondStart
 from tools.crash.start import RunPlan
-from tools.crash.story import AGENT, KILLED, Cell, Crash, run_cell
+from tools.crash.storage_faults import FaultyCell
+from tools.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
+
+#: Cells that cover every column of one job, loads from memory and from storage, and every kind.
+SAMPLE: list[AnyCell] = [
+    Cell((Crash("rank1", "stage.half", 3, TRAINERS),), step=3),
+    Cell((Crash("agent", "persist.chunk", 8, TRAINERS),)),
+    Cell((Crash("agent", "put.written", 8, AGENT),)),
+    Cell((Crash("agent", "commit.end", 3, NODE),), step=3),
+    Cell((Crash("agent", "retain.failed", 1, NODE),), step=3, retain_interval=4),
+    Cell((Crash("agent", "forget.file", 1, TRAINERS),), step=3, broken=2),
+    Cell(
+        (Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)), step=3
+    ),
+    Cell((Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS))),
+    PeerCell("copy", "send.chunk", 7, OWN),
+    PeerCell("xor", "send.chunk", 9, peers.AGENT),
+    RivalCell("persist.chunks", 2),
+    RivalCell("commit.end", 2),
+    RivalCell("retain.hidden", 1),
+    RivalCell("forget.file", 1, fails=True),
+    SecondStart("persist.chunk", 2),
+    SecondJob(0, "stage.half", 3, "storage"),
+    Requeue(1, "persist.record", 2, "moved"),
+    Forks(0, "stage.half", 2),
+    FaultyCell("errors that pass", "commit.common", 2, "agent killed"),
+    FaultyCell("names that come late", "commit.common", 2, "both agents killed"),
+]
+IN_A_BUCKET = [
+    Cell((Crash("agent", "upload.chunk", 13, AGENT),)),
+    RivalCell("upload.chunk", 3),
+    Requeue(0, "commit.end", 2, "moved"),
+]
 
 
-@pytest.mark.parametrize("cell", only_first(sample()), ids=str)
-def test_a_killed_job_loses_no_checkpoint_and_leaves_no_files(cell: Cell, tmp_path: Path) -> None:
-    assert len(run_cell(cell, tmp_path)) == len(cell.crashes)
+@pytest.mark.parametrize("cell", only_first(SAMPLE), ids=str)
+def test_a_killed_job_loses_no_checkpoint_and_leaves_no_files(
+    cell: AnyCell, tmp_path: Path
+) -> None:
+    cell.run(tmp_path)
 
 
 @pytest.mark.second_tier
+@pytest.mark.parametrize("cell", IN_A_BUCKET, ids=str)
 def test_a_job_in_a_bucket_loses_no_checkpoint_and_leaves_no_objects(
-    tmp_path: Path, s3_url: str
+    cell: AnyCell, tmp_path: Path, s3_url: str
 ) -> None:
     roots.put_in_bucket(tmp_path, s3_url)
-    assert len(run_cell(Cell((Crash("agent", "upload.chunk", 13, AGENT),)), tmp_path)) == 1
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("cell", peer_sample(), ids=str)
-def test_a_job_resumes_from_the_newest_complete_copies_on_other_nodes(
-    cell: PeerCell, tmp_path: Path
-) -> None:
-    assert len(run_peer_cell(cell, tmp_path)) == 1
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("cell", rival_sample(), ids=str)
-def test_an_agent_that_wakes_after_a_takeover_changes_no_file(
-    cell: RivalCell, tmp_path: Path
-) -> None:
-    run_rival_cell(cell, tmp_path)
-
-
-@pytest.mark.second_tier
-def test_an_agent_that_wakes_after_a_takeover_changes_no_object(
-    tmp_path: Path, s3_url: str
-) -> None:
-    roots.put_in_bucket(tmp_path, s3_url)
-    run_rival_cell(RivalCell("upload.chunk", 3), tmp_path)
-
-
-@pytest.mark.second_tier
-def test_a_requeued_job_in_a_bucket_loses_no_checkpoint(tmp_path: Path, s3_url: str) -> None:
-    roots.put_in_bucket(tmp_path, s3_url)
-    Requeue(0, "commit.end", 2, "moved").run(tmp_path)
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("cell", family_sample(), ids=str)
-def test_runs_of_a_job_are_never_mixed_or_lost(cell: FamilyCell, tmp_path: Path) -> None:
     cell.run(tmp_path)
 
 
 #: Cheap cells without Megatron, each with two nodes, jobs or runs of a rank. Megatron's ranks are
 #: forked from a process that the suite may have started before, without the library of faults.
-FAULTY_SAMPLE = (
-    *storage_faults.faulty_sample()[-1:],
-    SecondStart("persist.chunk", 2),
-)
+FAULTY_SAMPLE = (SAMPLE[-1], SecondStart("persist.chunk", 2))
 
 
 @pytest.mark.second_tier
 @pytest.mark.parametrize("cell", FAULTY_SAMPLE, ids=str)
-def test_faulty_storage_loses_no_checkpoint(cell: FamilyCell, tmp_path: Path) -> None:
+def test_faulty_storage_loses_no_checkpoint(cell: AnyCell, tmp_path: Path) -> None:
     trouble.prepare(tmp_path, 1, cell)
     with trouble.everywhere():
         cell.run(tmp_path)

@@ -60,9 +60,13 @@ class Column:
 
 
 class Trial:
-    """Features of one release, tried one after the other."""
+    """Features of one release, tried one after the other.
 
-    def __init__(self, release: Release, column: Column) -> None:
+    Args:
+        release: None if an earlier call has tried all features.
+    """
+
+    def __init__(self, release: Release | None, column: Column) -> None:
         self._release = release
         self._column = column
 
@@ -73,6 +77,10 @@ class Trial:
             pytest.skip.Exception: the release does not have the feature, or a required one failed.
         """
         marks, notes = self._column.marks, self._column.notes
+        if self._release is None:
+            if marks[feature] == NONE:
+                pytest.skip("an earlier call has skipped this feature")
+            return
         label = f"{self._column.tag}, {feature}"
         if CROSS in list(marks.values())[:_REQUIRED]:
             marks[feature] = NONE
@@ -94,18 +102,6 @@ class Trial:
             notes.append(f"{label}: {note}")
 
 
-class FormerMarks:
-    """Marks of an earlier call, in the place of a `Trial`."""
-
-    def __init__(self, column: Column) -> None:
-        self._column = column
-
-    def check(self, feature: str) -> None:
-        """Skip `feature` if the earlier call has skipped it."""
-        if self._column.marks[feature] == NONE:
-            pytest.skip("an earlier call has skipped this feature")
-
-
 class Matrix:
     """Pytest plugin with the releases to try and their results."""
 
@@ -120,14 +116,14 @@ class Matrix:
         config.stash[MATRIX] = self
 
     @contextlib.contextmanager
-    def trial(self, tag: str) -> Iterator[Trial | FormerMarks]:
+    def trial(self, tag: str) -> Iterator[Trial]:
         """Yield an object that tries the features of a release; store the marks afterwards."""
         kept = self._where / tag / "column.json"
         if kept.is_file():
             column = Column(**json.loads(kept.read_text()))
             if column.is_whole:
                 self.columns.append(column)
-                yield FormerMarks(column)
+                yield Trial(None, column)
                 return
         shutil.rmtree(self._where / tag, ignore_errors=True)
         tree = extract(tag, self._where, self._clone)

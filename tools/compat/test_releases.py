@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from patches.patch import TAGS
-from tools.compat.matrix import FEATURES, MATRIX, FormerMarks, Trial
+from tools.compat.matrix import FEATURES, MATRIX, Trial
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def release(request: pytest.FixtureRequest) -> Iterator[Trial | FormerMarks]:
+def release(request: pytest.FixtureRequest) -> Iterator[Trial]:
     matrix = request.config.stash.get(MATRIX, None)
     if matrix is None:
         pytest.skip("trees of other releases: run MEGATRON_LM=/path/to/clone scripts/compat")
@@ -30,5 +30,5 @@ def release(request: pytest.FixtureRequest) -> Iterator[Trial | FormerMarks]:
         yield trial
 
 
-def test_a_feature_works_with_a_release(release: Trial | FormerMarks, feature: str) -> None:
+def test_a_feature_works_with_a_release(release: Trial, feature: str) -> None:
     release.check(feature)

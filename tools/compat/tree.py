@@ -107,7 +107,7 @@ class Tree:
         ]
         log.unlink(missing_ok=True)
         job = {"command": command, "env": env, "log": str(log), "ranks": ranks}
-        limits = {"restarts": restarts, "limit_s": LIMIT_S}
+        limits = {"max_restarts": restarts, "timeout_s": LIMIT_S}
         nursery = self._nursery(log.parent, env)
         assert nursery.stdin is not None
         assert nursery.stdout is not None
@@ -143,7 +143,11 @@ class Tree:
         early = not (self.root / "megatron/training").is_dir()
         stubs = ["triton", "apex", *([] if self._is_modern() else ["pkg_resources", "torchvision"])]
         return {
-            **os.environ,
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith("FLASHCKPT")
+            },
             "PATH": os.pathsep.join(
                 [str(self._tools()), str(Path(sys.executable).parent), os.environ["PATH"]]
             ),

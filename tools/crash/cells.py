@@ -1,4 +1,4 @@
-"""All cells of the crash matrix, and the sample that the test suite runs.
+"""All cells of one job in the crash matrix.
 
 In each save of the job of `rank.py` the agent hits `persist.chunk` six times (two ranks, three
 chunks), and the other failpoints of a shard twice. It hits the failpoints of a commit once, and
@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 
 from tools.crash.roots import PLAIN, is_hit
-from tools.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
+from tools.crash.story import KILLED, NODE, TRAINERS, Cell, Crash
 
 SAVING = (
     "save.granted",
@@ -79,20 +79,6 @@ def all_cells(seeds: int, storage: str = PLAIN) -> list[Cell]:
     fixed = [*_of_the_agent(), *_of_leftovers(), *_of_trainers(), *_of_loads()]
     cells = [cell for cell in fixed if all(is_hit(crash.point, storage) for crash in cell.crashes)]
     return [*cells, *(_random(seed, storage) for seed in range(seeds))]
-
-
-def sample() -> list[Cell]:
-    """Return cells that cover every column, and loads from memory and from storage."""
-    return [
-        _cell(Crash("rank1", "stage.half", 3, TRAINERS)),
-        _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
-        _cell(Crash("agent", "put.written", 8, AGENT)),
-        _cell(Crash("agent", "commit.end", 3, NODE)),
-        _cell(Crash("agent", "retain.failed", 1, NODE), retain_interval=_RETAIN_INTERVAL),
-        _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
-        _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
-        _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),
-    ]
 
 
 def _cell(*crashes: Crash, **more: int) -> Cell:

@@ -1,8 +1,9 @@
-"""Base class of cells with a scenario of their own, and the contents that their ranks save."""
+"""Base class of cells, and the contents that ranks without Megatron save."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 from pathlib import Path
 
 from tests.support.stored import read_rank, stored
@@ -14,8 +15,24 @@ from tools.crash.truth import committed
 _MAX_RUNS = 5
 
 
-class FamilyCell(abc.ABC):
-    """A cell that runs its own scenario."""
+@dataclasses.dataclass(frozen=True)
+class RestorePoint:
+    """The checkpoint that a start restores or must restore; initially none."""
+
+    iteration: int = 0
+    source: str = "nothing"
+
+
+class AnyCell(abc.ABC):
+    """A cell of any kind."""
+
+    point: str
+    """Failpoint at which a process is stopped, the last one of several."""
+    table = "runs of a job"
+    """The table that counts the cell."""
+
+    in_buckets = False
+    """True if the cell also runs in a bucket."""
 
     @property
     @abc.abstractmethod
@@ -23,8 +40,8 @@ class FamilyCell(abc.ABC):
         """The row of the table (process, step), and the column (what happens there)."""
 
     @abc.abstractmethod
-    def run(self, home: Path) -> None:
-        """Run the cell in the empty directory `home`.
+    def run(self, home: Path) -> list[RestorePoint] | None:
+        """Run the cell in the empty directory `home`; return restored checkpoints to count.
 
         Raises:
             CellError: a check failed.
@@ -48,12 +65,11 @@ def run_of(data: bytes, trainer: FakeTrainer, iteration: int) -> int:
     raise CellError(f"rank {trainer.rank}: iteration {iteration} is the state of no run")
 
 
-def runs_in(root: Path | str, trainers: list[FakeTrainer]) -> dict[int, set[int]]:
-    """Return, by committed iteration, the runs whose state its ranks have."""
-    return {
-        iteration: {
-            run_of(read_rank(stored(root, iteration), trainer), trainer, iteration)
-            for trainer in trainers
-        }
-        for iteration in committed(root)
-    }
+def check_runs(root: Path | str, trainers: list[FakeTrainer], first: int, second: int) -> None:
+    """Fail unless committed iterations are of run 1 up to `first`, of run 2 up to `second`."""
+    for iteration in committed(root):
+        checkpoint = stored(root, iteration)
+        runs = {run_of(read_rank(checkpoint, of), of, iteration) for of in trainers}
+        expected = 1 if iteration <= first else 2 if iteration <= second else 3
+        if runs != {expected}:
+            raise CellError(f"iteration {iteration} has the state of runs {runs}, not {expected}")

@@ -17,11 +17,11 @@ from tests.support.processes import slabs_of, sockets_of
 from tests.support.trainer import is_alive
 from tools.crash import trouble
 from tools.crash.cells import LOADING, SAVING
-from tools.crash.family import FamilyCell
+from tools.crash.family import AnyCell, RestorePoint
 from tools.crash.helpers import end_helpers, helpers_in
 from tools.crash.job import RANKS, CellError, Job
 from tools.crash.start import RunPlan
-from tools.crash.story import TRAINERS, Crash, RestorePoint, check_end, check_load, crash_job
+from tools.crash.story import TRAINERS, Crash, check_end, check_load, crash_job
 from tools.crash.truth import check_storage
 
 HAPPENS = "forks helpers, is killed"
@@ -29,7 +29,7 @@ _SAVES = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Forks(FamilyCell):
+class Forks(AnyCell):
     """Ranks fork at `point`, and are killed when `rank` has hit that failpoint."""
 
     rank: int
@@ -52,7 +52,7 @@ class Forks(FamilyCell):
             job.close()
 
 
-def forks() -> list[FamilyCell]:
+def forks() -> list[AnyCell]:
     """Return all cells of forks; the stopped rank alternates."""
     steps = [*((point, 2) for point in SAVING), ("save.told", 2), *((p, 1) for p in LOADING)]
     return [Forks(number % RANKS, *step) for number, step in enumerate(steps)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -12,17 +13,17 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_flashckpt.agent.process import of_stores
+from tests.support import trainer
 from tests.support.forked.nursery import nursery
 from tests.support.stored import tracked
-from tests.support.trainer import agents_under, is_alive
+from tests.support.trainer import agents_under, end_agents, is_alive
 from tools.crash import trouble
 from tools.crash.roots import root_of
 from tools.crash.start import RunPlan, start
 
-T = TypeVar("T")
 RANKS = 2
 #: Longest wait for any event; the cell fails after it.
 PATIENCE_S = 60.0
@@ -34,14 +35,7 @@ class CellError(AssertionError):
     """A check of a cell failed."""
 
 
-def eventually(what: str, probe: Callable[[], T | None], within_s: float = PATIENCE_S) -> T:
-    """Return the first true value of `probe`, which is called until the deadline."""
-    deadline = time.monotonic() + within_s
-    while not (value := probe()):
-        if time.monotonic() > deadline:
-            raise CellError(f"not within {within_s:.0f} s: {what}")
-        time.sleep(0.003)
-    return value
+eventually = functools.partial(trainer.eventually, within_s=PATIENCE_S)
 
 
 def state_of(pid: int) -> str:
@@ -52,28 +46,41 @@ def state_of(pid: int) -> str:
         return "X"
 
 
-def agent_at(step: str, agent: int, root: Path | str, iteration: int) -> int:
-    """Wait until an agent is stopped at its step in the save of `iteration`; return its pid.
+def _stopped(
+    what: str, pids: Callable[[], list[int]], root: Path | str, is_over: Callable[[], bool]
+) -> int:
+    """Wait until one of some processes is stopped at a failpoint; return its pid.
 
-    On faulty storage an error may delay a removal until a later save. In that case return 0 some
-    seconds after `iteration` was committed, and wake the agent if it stops at that step later.
+    On faulty storage an agent may hit a failpoint (of a removal, for example) once less, because
+    of an error. In that case return 0 some seconds after `is_over()`.
     """
-    ended_at = math.inf
+    over_at = math.inf
 
     def probe() -> list[int]:
-        nonlocal ended_at
-        if state_of(agent) == "T":
-            return [agent]
-        if trouble.is_on_faulty_storage(root):
-            if tracked(root) == str(iteration):
-                ended_at = min(ended_at, time.monotonic())
-            if time.monotonic() > ended_at + _LAST_S:
-                threading.Thread(target=_wake_at_its_step, args=(agent,), daemon=True).start()
+        nonlocal over_at
+        if stopped := [pid for pid in pids() if state_of(pid) == "T"]:
+            return stopped
+        if trouble.is_on_faulty_storage(root) and is_over():
+            over_at = min(over_at, time.monotonic())
+            if time.monotonic() > over_at + _LAST_S:
                 trouble.note_missed_step(root)
                 return [0]
         return []
 
-    return eventually(f"the agent hits {step}", probe)[0]
+    return eventually(what, probe)[0]
+
+
+def agent_at(step: str, agent: int, root: Path | str, iteration: int) -> int:
+    """Wait until an agent is stopped at its step in the save of `iteration`; return its pid.
+
+    Return 0 if an error has kept it from that step, and wake the agent if it stops there later.
+    """
+    stopped = _stopped(
+        f"the agent hits {step}", lambda: [agent], root, lambda: tracked(root) == str(iteration)
+    )
+    if not stopped:
+        threading.Thread(target=_wake_at_its_step, args=(agent,), daemon=True).start()
+    return stopped
 
 
 def _wake_at_its_step(agent: int) -> None:
@@ -158,31 +165,20 @@ class Job:
         return agents_under(self.runtime_dir)
 
     def stopped(self, who: str) -> int:
-        """Wait until the fault has happened; return the stopped process.
+        """Wait until the fault has happened; return the stopped process, or 0 (see `_stopped`)."""
 
-        On faulty storage an agent may hit a failpoint (of a removal, for example) once less per
-        run, because of an error. In that case return 0 when this run has ended.
-        """
-        ended_at = math.inf
-
-        def probe() -> list[int]:
-            nonlocal ended_at
+        def pids() -> list[int]:
             if self.reached.exists():
-                pids = self.agents if who == "agent" else [self.trainers[int(who[4:])]]
-                return [pid for pid in pids if state_of(pid) == "T"]
+                return self.agents if who == "agent" else [self.trainers[int(who[4:])]]
             self._fail_if_a_rank_ended()
-            if (
-                who == "agent"
-                and trouble.is_on_faulty_storage(self.save)
-                and all(self.reports("ended"))
-            ):
-                ended_at = min(ended_at, time.monotonic())
-                if time.monotonic() > ended_at + _LAST_S:
-                    trouble.note_missed_step(self.save)
-                    return [0]
             return []
 
-        return eventually(f"{who} hits its failpoint", probe)[0]
+        return _stopped(
+            f"{who} hits its failpoint",
+            pids,
+            self.save,
+            lambda: who == "agent" and all(self.reports("ended")),
+        )
 
     def await_all(self, name: str) -> None:
         """Wait until all ranks have reported `name`."""
@@ -219,12 +215,7 @@ class Job:
         self._ranks = []
 
     def kill_agents(self) -> None:
-        pids = self.agents
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
+        end_agents(self.runtime_dir)
 
     @contextlib.contextmanager
     def agent_at_rest(self) -> Iterator[None]:

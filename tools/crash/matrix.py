@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -18,89 +19,46 @@ from rich.table import Table
 from tests.support.object_server import reachable_s3_server
 from tools.crash import roots, trouble
 from tools.crash.cells import all_cells
-from tools.crash.families import family_cells
-from tools.crash.family import FamilyCell
-from tools.crash.peers import LOST, PeerCell, peer_cells, run_peer_cell
-from tools.crash.requeues import Requeue
-from tools.crash.rivals import HUNG, RivalCell, rival_cells, run_rival_cell
+from tools.crash.family import AnyCell, RestorePoint
+from tools.crash.forks import forks
+from tools.crash.peers import peer_cells
+from tools.crash.requeues import requeues
+from tools.crash.rivals import rival_cells
 from tools.crash.roots import FAULTY, S3, is_hit
-from tools.crash.second_jobs import SecondJob
-from tools.crash.story import KILLED, Cell, RestorePoint, run_cell
+from tools.crash.second_jobs import second_jobs
+from tools.crash.second_starts import second_starts
+from tools.crash.storage_faults import faulty_cells
 
-AnyCell = Cell | PeerCell | RivalCell | FamilyCell
-_RANDOM = "random"
 #: Width of the table where no terminal sets it, as in a file.
 _WIDTH = 100
 
 
-class Matrix:
-    """Table that counts cells by row and column."""
-
-    def __init__(self, *columns: str) -> None:
-        """Args: `columns`: names of the columns after process and point."""
-        self._columns = columns
-        self._done: dict[tuple[str, str], dict[str, list[bool]]] = {}
-        self.restored: collections.Counter[str] = collections.Counter()
-
-    def __bool__(self) -> bool:
-        return bool(self._done)
-
-    def counts(self) -> tuple[int, int]:
-        """Return the number of cells that passed, and the number that ended."""
-        ended = [cell for row in self._done.values() for cells in row.values() for cell in cells]
-        return sum(ended), len(ended)
-
-    def note(self, cell: AnyCell, outcome: list[RestorePoint] | BaseException) -> None:
-        failed = isinstance(outcome, BaseException)
-        if not isinstance(outcome, BaseException):
-            self.restored.update(restored.source for restored in outcome)
-        row, column = _place(cell)
-        self._done.setdefault(row, {}).setdefault(column, []).append(not failed)
-
-    def print(self, out: Console) -> None:
+def _tables(cells: list[AnyCell], passed: dict[AnyCell, bool]) -> Iterator[Table]:
+    """Yield tables that count cells by row and column; `passed` has the cells that ended."""
+    by_table: dict[str, list[AnyCell]] = {}
+    for cell in cells:
+        if cell in passed:
+            by_table.setdefault(cell.table, []).append(cell)
+    for ended in by_table.values():
+        columns = dict.fromkeys(cell.place[1] for cell in ended)
+        counts: dict[tuple[tuple[str, str], str], list[bool]] = collections.defaultdict(list)
+        for cell in ended:
+            counts[cell.place].append(passed[cell])
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("process", "stopped at", *self._columns):
+        for name in ("process", "stopped at", *columns):
             table.add_column(name)
-        for row in sorted(self._done):
-            cells = [self._done[row].get(column, []) for column in self._columns]
-            table.add_row(
-                *row,
-                *(
-                    f"{sum(cells_here)}/{len(cells_here)}" if cells_here else ""
-                    for cells_here in cells
-                ),
-            )
-        out.print(table)
+        for row in sorted({cell.place[0] for cell in ended}):
+            here = [counts[row, column] for column in columns]
+            table.add_row(*row, *(f"{sum(few)}/{len(few)}" if few else "" for few in here))
+        yield table
 
 
-def _place(cell: AnyCell) -> tuple[tuple[str, str], str]:
-    if isinstance(cell, FamilyCell):
-        return cell.place
-    if isinstance(cell, PeerCell):
-        return (f"agent, {cell.scheme}", cell.point), f"{cell.lost} lost"
-    if isinstance(cell, RivalCell):
-        return ("agent, two jobs", cell.point), HUNG
-    if cell.hurried:
-        return ("any", f"{len(cell.crashes)} crashes, one after the other"), _RANDOM
-    last = cell.crashes[-1]
-    where = last.point
-    if last.point.startswith("load."):
-        where += ", from memory" if cell.crashes[0].killed == "trainers" else ", from storage"
-    elif cell.broken >= 0:
-        where += ", of a save that failed"
-    return (last.who, where), f"{last.killed} killed"
-
-
-def _is_possible(cell: AnyCell, storage: str) -> bool:
-    """Return whether a cell has its steps and its obstacles on this storage."""
-    point = getattr(cell, "point", None)  # else `all_cells` has looked
-    if point is not None and not is_hit(point, storage):
-        return False
-    if storage != S3:
-        return True
-    return isinstance(cell, Cell | Requeue | SecondJob) or (
-        isinstance(cell, RivalCell) and not cell.fails
-    )
+def every_cell(seeds: int, storage: str) -> Iterator[AnyCell]:
+    """Yield the cells that have their steps and their obstacles on this storage."""
+    of_runs = (second_starts, second_jobs, requeues, forks, faulty_cells, rival_cells, peer_cells)
+    for cell in (*(cell for cells in of_runs for cell in cells()), *all_cells(seeds, storage)):
+        if is_hit(cell.point, storage) and (storage != S3 or cell.in_buckets):
+            yield cell
 
 
 def run(
@@ -117,18 +75,14 @@ def run(
     out = Console(soft_wrap=True, highlight=False)
     if not out.is_terminal:
         out.width = _WIDTH
-    families = family_cells()
-    every: list[AnyCell] = [*families, *rival_cells(), *peer_cells(), *all_cells(seeds, storage)]
-    cells = [cell for cell in every if only in str(cell) and _is_possible(cell, storage)]
+    cells = [cell for cell in every_cell(seeds, storage) if only in str(cell)]
     if list:
         for cell in cells:
             out.print(str(cell), markup=False)
         return 0
     started = time.monotonic()
-    matrix = Matrix(*(f"{killed} killed" for killed in KILLED), _RANDOM)
-    of_peers = Matrix(*(f"{lost} lost" for lost in LOST))
-    of_rivals = Matrix(HUNG)
-    of_families = Matrix(*dict.fromkeys(cell.place[1] for cell in families))
+    passed: dict[AnyCell, bool] = {}
+    restored: collections.Counter[str] = collections.Counter()
     home = Path(tempfile.mkdtemp(prefix="flashckpt-crash-"))
     seed = fault_seed if storage == FAULTY else None
     if seed is not None:
@@ -153,11 +107,12 @@ def run(
         try:
             for future in concurrent.futures.as_completed(running):
                 cell = running[future]
-                table = {PeerCell: of_peers, RivalCell: of_rivals}.get(type(cell), matrix)
-                table = of_families if isinstance(cell, FamilyCell) else table
-                table.note(cell, future.exception() or future.result())
-                if future.exception():
-                    message = str(future.exception()).partition("\n")[0]
+                error = future.exception()
+                passed[cell] = error is None
+                if error is None:
+                    restored.update(point.source for point in future.result())
+                else:
+                    message = str(error).partition("\n")[0]
                     out.print(f"FAILED {cell}: {message[:500]}", markup=False)
                 bar.advance(task)
         except (KeyboardInterrupt, SystemExit):
@@ -165,12 +120,8 @@ def run(
         finally:
             pool.shutdown(cancel_futures=True)
     shutil.rmtree(home)
-    matrices = (matrix, of_peers, of_rivals, of_families)
-    passed, ended = map(sum, zip(*(table.counts() for table in matrices), strict=True))
-    restored = matrix.restored + of_peers.restored
-    for table in matrices:
-        if table:
-            table.print(out)
+    for table in _tables(cells, passed):
+        out.print(table)
     sources = ", ".join(f"{count} from {name}" for name, count in restored.most_common())
     if seed is not None:
         calls = ", ".join(f"{count} at {call}" for call, count in met.most_common())
@@ -178,10 +129,11 @@ def run(
     for cell in missed:
         out.print(f"an error kept the agent from the step of {cell}", markup=False)
     out.print(
-        f"{passed}/{ended} cells of {len(cells)}; {restored.total()} restarts: {sources}; "
+        f"{sum(passed.values())}/{len(passed)} cells of {len(cells)}; "
+        f"{restored.total()} restarts: {sources}; "
         f"{time.monotonic() - started:.0f} s"
     )
-    return 0 if passed == len(cells) else 1
+    return 0 if sum(passed.values()) == len(cells) else 1
 
 
 def _run_cell(
@@ -208,13 +160,7 @@ def _run_cell(
     elif storage == S3:
         roots.put_in_bucket(home)
     try:
-        if isinstance(cell, FamilyCell):
-            cell.run(home)
-            return []
-        if isinstance(cell, RivalCell):
-            run_rival_cell(cell, home)
-            return []
-        return run_peer_cell(cell, home) if isinstance(cell, PeerCell) else run_cell(cell, home)
+        return cell.run(home) or []
     except BaseException:
         if keep is not None:
             kept = keep / home.name

@@ -28,10 +28,10 @@ from megatron_flashckpt.load.offers import held_saves, missing_ranks, newest_sav
 from megatron_flashckpt.memory.slot import SlotState
 from tests.support.cluster import Cluster, cluster
 from tests.support.stored import read_rank, stored
-from tests.support.trainer import PATIENCE_S, content, is_alive, new_save_id, run_after
+from tests.support.trainer import content, is_alive, new_save_id, run_after
 from tools.crash import trouble
+from tools.crash.family import AnyCell, RestorePoint
 from tools.crash.job import CellError, eventually, state_of, wake
-from tools.crash.story import RestorePoint
 from tools.crash.truth import await_tidy, check_left, check_storage, committed
 
 #: The node or agent that is lost when node 0's agent is stopped at its failpoint.
@@ -56,9 +56,10 @@ _starting = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
-class PeerCell:
+class PeerCell(AnyCell):
     """Node 0's agent is stopped at `point`; failpoints of a recovery are hit by its replacement."""
 
+    table = "nodes"
     scheme: str
     point: str
     count: int
@@ -85,6 +86,21 @@ class PeerCell:
             return {2, 3}
         return {2} if self.point == "hold.begun" else {3}
 
+    @property
+    def place(self) -> tuple[tuple[str, str], str]:
+        return (f"agent, {self.scheme}", self.point), f"{self.lost} lost"
+
+    def run(self, home: Path) -> list[RestorePoint]:
+        with cluster(home, [1] * NODES[self.scheme], numel=_NUMEL) as made:
+            scenario = _Scenario(self, made, home / "reached")
+            scenario.begin()
+            scenario.crash()
+            restored = scenario.restore()
+            if restored.iteration not in self.may_find:
+                raise CellError(f"{restored} was restored, expected one of {self.may_find}")
+            scenario.end(restored.iteration)
+            return [restored]
+
     def __str__(self) -> str:
         return f"{self.scheme}: agent:{self.point}:{self.count}, {self.lost} lost"
 
@@ -106,14 +122,6 @@ def peer_cells() -> list[PeerCell]:
     return made
 
 
-def peer_sample() -> list[PeerCell]:
-    """Return the cells that the test suite runs."""
-    return [
-        PeerCell("copy", "send.chunk", 2 * _CHUNKS["copy"] + 1, OWN),
-        PeerCell("xor", "send.chunk", 9, AGENT),
-    ]
-
-
 @contextlib.contextmanager
 def agent_fault(fault: str | None) -> Iterator[None]:
     """Give this fault to the agents that start inside the `with` block."""
@@ -124,23 +132,6 @@ def agent_fault(fault: str | None) -> Iterator[None]:
             yield
         finally:
             os.environ.pop(VARIABLE, None)
-
-
-def run_peer_cell(cell: PeerCell, home: Path) -> list[RestorePoint]:
-    """Run `cell` in the empty directory `home`; return the restored checkpoint.
-
-    Raises:
-        CellError: a check failed.
-    """
-    with cluster(home, [1] * NODES[cell.scheme], numel=_NUMEL) as made:
-        scenario = _Scenario(cell, made, home / "reached")
-        scenario.begin()
-        scenario.crash()
-        restored = scenario.restore()
-        if restored.iteration not in cell.may_find:
-            raise CellError(f"{restored} was restored, expected one of {cell.may_find}")
-        scenario.end(restored.iteration)
-        return [restored]
 
 
 class _Scenario:
@@ -184,7 +175,7 @@ class _Scenario:
         if point in _SENDING:
             self._keep(3, save_id, sorted(made.trainers)[1:])
             self._await_held(3, self._all - own)
-            self._keep_in_background(3, save_id, 0)
+            self._ask(lambda: made.trainers[0].stage(3, save_id, state=SlotState.KEPT))
         elif point in _HOLDING:
             self._keep(3, save_id, [0])
             self._await_held(3, own)
@@ -218,17 +209,9 @@ class _Scenario:
         for rank in ranks:
             self._made.trainers[rank].keep(iteration, save_id)
 
-    def _keep_in_background(self, iteration: int, save_id: str, rank: int) -> None:
-        """Stage in this thread, but notify the agent in another: it may stop before it answers."""
-        trainer = self._made.trainers[rank]
-        slot = trainer.begin(iteration, save_id, PATIENCE_S)
-        if slot is None:
-            raise CellError(f"rank {rank}: no slot for iteration {iteration}")
-        trainer.fill(slot, content(rank, iteration, trainer.layout.nbytes))
-        slot.set_state(SlotState.KEPT)
-        self._ask(lambda: trainer.client.staged(slot.index))
+    def _ask(self, question: Callable[[], object]) -> None:
+        """Ask an agent in another thread, because it may stop before it answers."""
 
-    def _ask(self, question: Callable[[], None]) -> None:
         def ask() -> None:
             with contextlib.suppress(AgentError):  # the agent is killed meanwhile
                 question()

@@ -31,7 +31,7 @@ from tests.agent.conftest import Node
 from tests.support.stored import read_rank, stored, tracked
 from tests.support.trainer import PATIENCE_S, FakeTrainer, is_alive
 from tools.crash import trouble
-from tools.crash.family import FamilyCell, bytes_of, run_of, runs_in
+from tools.crash.family import AnyCell, bytes_of, check_runs, run_of
 from tools.crash.job import CellError, agent_at, eventually, wake
 from tools.crash.peers import agent_fault
 from tools.crash.rivals import COUNTS
@@ -64,7 +64,7 @@ _LATER = {"kept": Retention(latest=2), "moved": Retention(latest=10)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Requeue(FamilyCell):
+class Requeue(AnyCell):
     """The job is killed when the agent of `rank` is at the `count`th hit of `point`."""
 
     rank: int
@@ -72,6 +72,8 @@ class Requeue(FamilyCell):
     count: int
     assigned: str
     """`kept`: the remaining node keeps its rank; `moved`: it gets the other rank."""
+
+    in_buckets = True
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
@@ -89,7 +91,7 @@ class Requeue(FamilyCell):
                 node.close()
 
 
-def requeues() -> list[FamilyCell]:
+def requeues() -> list[AnyCell]:
     """Return all cells of requeues; the two assignments of ranks alternate."""
     steps = [
         (rank, point, count)
@@ -153,12 +155,7 @@ class _Scenario:
     def _check_end(self, resumed: int, newest: int) -> None:
         check_storage(self._root)
         self._await_tidy(newest + 3)
-        for iteration, runs in runs_in(self._root, self._ranks).items():
-            expected = 1 if iteration <= resumed else 2 if iteration <= newest + 1 else 3
-            if runs != {expected}:
-                raise CellError(
-                    f"iteration {iteration} has the state of runs {runs}, not {expected}"
-                )
+        check_runs(self._root, self._ranks, resumed, newest + 1)
         for trainer in self._ranks:
             agent = trainer.client.agent_pid
             trainer.hang_up(leave=True)
@@ -173,7 +170,7 @@ class _Scenario:
         The node that is back ends its save of iteration 2 at any time, even after the last commit.
         """
         for _ in range(2):
-            with contextlib.suppress(CellError):
+            with contextlib.suppress(AssertionError):
                 await_tidy(self._root, newest, within_s=5.0)
                 return
             newest += 1

@@ -23,12 +23,12 @@ from megatron_flashckpt.file_format.file_names import (
     iteration_dir,
     save_name,
 )
-from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.storage.opening import open_store
 from tests.agent.conftest import Node
 from tests.support.stored import names_in, stored, tracked
-from tests.support.trainer import PATIENCE_S, FakeTrainer, content
+from tests.support.trainer import FakeTrainer
 from tools.crash import trouble
+from tools.crash.family import AnyCell
 from tools.crash.job import CellError, agent_at, eventually, wake
 from tools.crash.peers import agent_fault
 from tools.crash.roots import root_of
@@ -68,9 +68,10 @@ _FIRST, _SECOND = Retention(latest=1), Retention(latest=2)
 
 
 @dataclasses.dataclass(frozen=True)
-class RivalCell:
+class RivalCell(AnyCell):
     """The first job's agent is stopped at the `count`th hit of `point`."""
 
+    table = "two jobs"
     point: str
     count: int
     fails: bool = False
@@ -78,6 +79,22 @@ class RivalCell:
 
     def __str__(self) -> str:
         return f"two jobs: agent:{self.point}:{self.count}, {HUNG}"
+
+    @property
+    def in_buckets(self) -> bool:
+        return not self.fails
+
+    @property
+    def place(self) -> tuple[tuple[str, str], str]:
+        return ("agent, two jobs", self.point), HUNG
+
+    def run(self, home: Path) -> None:
+        first, second = Node(home / "first"), Node(home / "second")
+        try:
+            _run(self, home, first, second)
+        finally:
+            first.close()
+            second.close()
 
 
 def rival_cells() -> list[RivalCell]:
@@ -90,92 +107,64 @@ def rival_cells() -> list[RivalCell]:
     ]
 
 
-def rival_sample() -> list[RivalCell]:
-    """Return the cells that the test suite runs."""
-    return [
-        RivalCell("persist.chunks", 2),
-        RivalCell("commit.end", 2),
-        RivalCell("retain.hidden", 1),
-        RivalCell("forget.file", 1, fails=True),
-    ]
-
-
-def run_rival_cell(cell: RivalCell, home: Path) -> None:
-    """Run `cell` in the empty directory `home`.
-
-    Raises:
-        CellError: the first job changed files of the second job after the takeover.
-    """
+def _run(cell: RivalCell, home: Path, first: Node, second: Node) -> None:
+    """Let the second job take over; fail if the first one then changes files of the second."""
     root, reached = root_of(home), home / "reached"
-    first, second = Node(home / "first"), Node(home / "second")
-    try:
-        config = first.config(answer_timeout_s=600.0)
-        with agent_fault(f"agent:{cell.point}:{cell.count}:STOP:{reached}"):
-            hung = first.trainer(root, config=config, retention=_FIRST)
-        hung_run = hung.open_run()
-        _saved(hung, 1)
-        trouble.begin(root)  # earlier errors would shift the hits that `cell.count` counts
-        blocking = Path(root) / iteration_dir(2) / common_name(save_name(hung_run.name, 2))
-        if cell.fails:
-            blocking.mkdir(parents=True)
-        asking = _stage_in_background(hung, 2)
-        (agent,) = first.agents()
-        stopped = agent_at(cell.point, agent, root, 2)
+    config = first.config(answer_timeout_s=600.0)
+    with agent_fault(f"agent:{cell.point}:{cell.count}:STOP:{reached}"):
+        hung = first.trainer(root, config=config, retention=_FIRST)
+    hung_run = hung.open_run()
+    _saved(hung, 1)
+    trouble.begin(root)  # earlier errors would shift the hits that `cell.count` counts
+    blocking = Path(root) / iteration_dir(2) / common_name(save_name(hung_run.name, 2))
+    if cell.fails:
+        blocking.mkdir(parents=True)
+    # In a thread, because the agent may stop before it answers.
+    asking = threading.Thread(target=hung.stage, args=(2, hung.new_save_id()), daemon=True)
+    asking.start()
+    (agent,) = first.agents()
+    stopped = agent_at(cell.point, agent, root, 2)
 
-        if cell.fails:
-            with contextlib.suppress(FileNotFoundError):
-                blocking.rmdir()
-        trouble.await_names(root)
-        with agent_fault(None):  # cells run in parallel threads with one environment
-            later = second.trainer(root, retention=_SECOND)
-        newest = committed(root)[-1]
-        resumed = Save(newest, stored(root, newest).manifest.save_id)
-        run = later.open_run(resumed, policy="take_over").name
-        for iteration in (3, 4, 5):
-            if iteration == 5:
-                trouble.end(root)
-            _saved(later, iteration)
-        eventually("retention", lambda: len(committed(root)) <= _SECOND.latest)
-        await_tidy(root, 5)
-        before = _listing(root)
-        wake(stopped)
-        asking.join()
-        hung.outcome()
-        error = hung.save(6).error
-        if error is None or run not in error:
-            raise CellError(f"the overtaken job got: {error}")
-        changed = {name for name, _ in before ^ _listing(root) if hung_run.name not in name}
-        if changed:
-            raise CellError(f"the overtaken job changed {changed}")
-        if (said := tracked(root)) != "5":
-            raise CellError(f"the tracker says {said}")
-        best = choose(read_facts(open_store(root))).candidates[0].save
-        if (best.iteration, best.run) != (5, run):
-            raise CellError(f"a load would take {best}")
-        check_storage(root)
-        for iteration in (6, 7):
-            _saved(later, iteration)
-        await_tidy(root, 7)
-        check_storage(root)
-    finally:
-        first.close()
-        second.close()
+    if cell.fails:
+        with contextlib.suppress(FileNotFoundError):
+            blocking.rmdir()
+    trouble.await_names(root)
+    with agent_fault(None):  # cells run in parallel threads with one environment
+        later = second.trainer(root, retention=_SECOND)
+    newest = committed(root)[-1]
+    resumed = Save(newest, stored(root, newest).manifest.save_id)
+    run = later.open_run(resumed, policy="take_over").name
+    for iteration in (3, 4, 5):
+        if iteration == 5:
+            trouble.end(root)
+        _saved(later, iteration)
+    eventually("retention", lambda: len(committed(root)) <= _SECOND.latest)
+    await_tidy(root, 5)
+    before = _listing(root)
+    wake(stopped)
+    asking.join()
+    hung.outcome()
+    error = hung.save(6).error
+    if error is None or run not in error:
+        raise CellError(f"the overtaken job got: {error}")
+    changed = {name for name, _ in before ^ _listing(root) if hung_run.name not in name}
+    if changed:
+        raise CellError(f"the overtaken job changed {changed}")
+    if (said := tracked(root)) != "5":
+        raise CellError(f"the tracker says {said}")
+    best = choose(read_facts(open_store(root))).candidates[0].save
+    if (best.iteration, best.run) != (5, run):
+        raise CellError(f"a load would take {best}")
+    check_storage(root)
+    for iteration in (6, 7):
+        _saved(later, iteration)
+    await_tidy(root, 7)
+    check_storage(root)
 
 
 def _saved(trainer: FakeTrainer, iteration: int) -> None:
     if error := trainer.save(iteration).error:
         raise CellError(f"iteration {iteration}: {error}")
-
-
-def _stage_in_background(trainer: FakeTrainer, iteration: int) -> threading.Thread:
-    """Stage in this thread, but notify the agent in another: it may stop before it answers."""
-    slot = trainer.begin(iteration, trainer.new_save_id(), PATIENCE_S)
-    assert slot is not None
-    trainer.fill(slot, content(0, iteration, trainer.layout.nbytes))
-    slot.set_state(SlotState.STAGED)
-    asking = threading.Thread(target=lambda: trainer.client.staged(slot.index), daemon=True)
-    asking.start()
-    return asking
 
 
 def _listing(root: Path | str) -> set[tuple[str, int | bytes]]:

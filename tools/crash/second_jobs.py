@@ -17,14 +17,13 @@ from pathlib import Path
 from tests.support.trainer import is_alive
 from tools.crash import trouble
 from tools.crash.cells import LOADING, SAVING
-from tools.crash.family import FamilyCell
+from tools.crash.family import AnyCell, RestorePoint
 from tools.crash.job import RANKS, CellError, Job, eventually, wake
 from tools.crash.second_starts import HAPPENS
 from tools.crash.start import RunPlan
 from tools.crash.story import (
     TRAINERS,
     Crash,
-    RestorePoint,
     check_end,
     check_load,
     crash_job,
@@ -37,7 +36,7 @@ _REFUSED = r"process \d+ of the same rank on this node has replaced this process
 
 
 @dataclasses.dataclass(frozen=True)
-class SecondJob(FamilyCell):
+class SecondJob(AnyCell):
     """The second start begins when `rank` of the first is at the `count`th hit of `point`."""
 
     rank: int
@@ -45,6 +44,8 @@ class SecondJob(FamilyCell):
     count: int
     source: str
     """Place where the third start finds the save of the second start."""
+
+    in_buckets = True
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
@@ -64,7 +65,7 @@ class SecondJob(FamilyCell):
             first.close()
 
 
-def second_jobs() -> list[FamilyCell]:
+def second_jobs() -> list[AnyCell]:
     """Return all cells; the stopped rank and the source of the third start alternate."""
     steps = [*((point, 3) for point in SAVING), ("save.told", 2), *((p, 1) for p in LOADING)]
     return [

@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import os
-import signal
 import threading
 from pathlib import Path
 
@@ -24,10 +22,10 @@ from megatron_flashckpt.file_format.file_names import TRACKER, save_name
 from tests.agent.conftest import Node
 from tests.faulty_storage.preload import FaultyStorage, fail, late
 from tests.support.stored import read_rank, stored
-from tests.support.trainer import FakeTrainer, content, is_alive
+from tests.support.trainer import FakeTrainer, content, end_agents
 from tools.crash import trouble
-from tools.crash.family import FamilyCell
-from tools.crash.job import CellError, agent_at, eventually
+from tools.crash.family import AnyCell
+from tools.crash.job import CellError, agent_at
 from tools.crash.peers import agent_fault
 from tools.crash.truth import await_tidy, check_storage, committed
 
@@ -66,7 +64,7 @@ _OUTCOME_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class FaultyCell(FamilyCell):
+class FaultyCell(AnyCell):
     """The committing agent is stopped at the `count`th hit of `point`."""
 
     trouble: str
@@ -76,18 +74,12 @@ class FaultyCell(FamilyCell):
 
     @property
     def place(self) -> tuple[tuple[str, str], str]:
-        """The row and the column of the table."""
         return (f"agent, {self.trouble}", self.point), self.killed
 
     def __str__(self) -> str:
         return f"{self.trouble}: agent:{self.point}:{self.count}, {self.killed}"
 
     def run(self, home: Path) -> None:
-        """Run the cell in the empty directory `home`.
-
-        Raises:
-            CellError: a checkpoint is lost or partial, or files are left over.
-        """
         scenario = _Scenario(self, home)
         try:
             scenario.begin()
@@ -113,15 +105,6 @@ def faulty_cells() -> list[FaultyCell]:
         for trouble in RULES
         for number, (point, count) in enumerate(steps)
         for killed in (KILLED if is_thorough(trouble, point) else [KILLED[number % 2]])
-    ]
-
-
-def faulty_sample() -> list[FaultyCell]:
-    """Return the cells that the test suite runs."""
-    passing, late_names = RULES
-    return [
-        FaultyCell(passing, "commit.common", 2, AGENT),
-        FaultyCell(late_names, "commit.common", 2, BOTH),
     ]
 
 
@@ -174,7 +157,7 @@ class _Scenario:
 
     def succeed(self) -> None:
         """Kill the first agent; its successor must commit iteration 2."""
-        self._kill(self._nodes[0])
+        end_agents(self._nodes[0].runtime_dir)
         self._join()
         with agent_fault(None), self._faulty.under_agents():
             taken = self._trainers[0].reconnect()
@@ -188,7 +171,7 @@ class _Scenario:
     def restart(self) -> None:
         """Kill both agents; committed checkpoints must be complete."""
         for node in self._nodes:
-            self._kill(node)
+            end_agents(node.runtime_dir)
         self._join()
         check_storage(self._root)
         if not committed(self._root):
@@ -225,12 +208,6 @@ class _Scenario:
             expected = content(trainer.rank, iteration, trainer.layout.nbytes)
             if read_rank(stored(self._root, iteration), trainer) != expected:
                 raise CellError(f"rank {trainer.rank}: iteration {iteration} has other bytes")
-
-    @staticmethod
-    def _kill(node: Node) -> None:
-        for pid in node.agents():
-            os.kill(pid, signal.SIGKILL)
-            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
 
     def close(self) -> None:
         for node in self._nodes:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from tools.crash import trouble
+from tools.crash.family import AnyCell, RestorePoint
 from tools.crash.job import RANKS, CellError, Job, wake
 from tools.crash.start import RunPlan
 from tools.crash.truth import await_tidy, check_left, check_storage, committed, in_memory
@@ -34,8 +35,11 @@ class Crash:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(AnyCell):
     """Successive crashes, each followed by a restart."""
+
+    table = "one job"
+    in_buckets = True
 
     crashes: tuple[Crash, ...]
     seed: int = 0
@@ -50,48 +54,55 @@ class Cell:
     def __str__(self) -> str:
         return ", then ".join(map(str, self.crashes)) + f", seed {self.seed}"
 
+    @property
+    def point(self) -> str:
+        return self.crashes[-1].point
 
-@dataclasses.dataclass(frozen=True)
-class RestorePoint:
-    """The checkpoint that a start restores or must restore; initially none."""
+    @property
+    def place(self) -> tuple[tuple[str, str], str]:
+        if self.hurried:
+            return ("any", f"{len(self.crashes)} crashes, one after the other"), "random"
+        first, last = self.crashes[0], self.crashes[-1]
+        where = last.point
+        if last.point.startswith("load."):
+            where += ", from memory" if first.killed == TRAINERS else ", from storage"
+        elif self.broken >= 0:
+            where += ", of a save that failed"
+        return (last.who, where), f"{last.killed} killed"
 
-    iteration: int = 0
-    source: str = "nothing"
+    def run(self, home: Path) -> list[RestorePoint]:
+        job = Job(home)
+        try:
+            return _run(self, job)
+        finally:
+            job.close()
 
 
-def run_cell(cell: Cell, home: Path) -> list[RestorePoint]:
-    """Run `cell` in the empty directory `home`; return the restored checkpoints.
-
-    Raises:
-        CellError: a check failed.
-    """
-    job = Job(home)
+def _run(cell: Cell, job: Job) -> list[RestorePoint]:
+    """Run the jobs of a cell; return what each restart must restore."""
     trouble.begin(job.save)
     expected = RestorePoint()
     restored = []
-    try:
-        for number, crash in enumerate(cell.crashes):
-            plan = RunPlan(
-                save=str(job.save),
-                seed=cell.seed,
-                saves=cell.saves,
-                hurried=cell.hurried,
-                broken=-1 if number else cell.broken,
-                retain_interval=cell.retain_interval,
-            )
-            job.start(plan, crash.fault, linger=True)
-            expected = crash_job(job, crash, expected)
-            restored.append(expected)
-        plan = dataclasses.replace(
-            plan, saves=2, step=cell.step, broken=-1, hurried=False, recovers=True
+    for number, crash in enumerate(cell.crashes):
+        plan = RunPlan(
+            save=str(job.save),
+            seed=cell.seed,
+            saves=cell.saves,
+            hurried=cell.hurried,
+            broken=-1 if number else cell.broken,
+            retain_interval=cell.retain_interval,
         )
-        job.start(plan, None, linger=False)
-        job.join()
-        check_load(job, expected)
-        check_end(job, expected.iteration + 2 * cell.step)
-        return restored
-    finally:
-        job.close()
+        job.start(plan, crash.fault, linger=True)
+        expected = crash_job(job, crash, expected)
+        restored.append(expected)
+    plan = dataclasses.replace(
+        plan, saves=2, step=cell.step, broken=-1, hurried=False, recovers=True
+    )
+    job.start(plan, None, linger=False)
+    job.join()
+    check_load(job, expected)
+    check_end(job, expected.iteration + 2 * cell.step)
+    return restored
 
 
 def crash_job(job: Job, crash: Crash, expected: RestorePoint) -> RestorePoint:

@@ -100,16 +100,14 @@ def await_tidy(save: Path | str, newest: int, within_s: float = PATIENCE_S) -> N
     """Wait until no files are left over; agents of earlier runs may still write some."""
 
     def is_tidy() -> bool:
-        with contextlib.suppress(
-            CellError, FileNotFoundError
-        ):  # a directory may disappear meanwhile
+        with contextlib.suppress(CellError):
             check_tidy(save, newest)
             return True
         return False
 
     try:
-        eventually("no file is left over", is_tidy, within_s)
-    except CellError:
+        eventually("no file is left over", is_tidy, within_s=within_s)
+    except AssertionError:
         check_tidy(save, newest)  # names the files
         raise
 

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
+import importlib
 import itertools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tools.gpu_check import process, table
 from tools.gpu_check.about import about
-from tools.gpu_check.discovery import PACKAGE, Section, imported, sections
-from tools.gpu_check.forkserver import ENVIRONMENT, ROOT, SOCKET
+from tools.gpu_check.forkserver import ENVIRONMENT, forkserver
+from tools.gpu_check.sections import Section
 
 #: Seconds without which a section is not started.
 _LEAST_S = 5.0
@@ -36,6 +33,8 @@ _RESERVE_S = 3.0
 _SIMULATED_FACTOR = 5.0
 #: Sections that run side by side have so many cores each.
 _CORES_PER_SECTION = 4
+#: Modules that most sections import, in addition to their own ones.
+_IMPORTED = ("megatron.training.training", "tests.simulated_gpu", "scripts.pretrain_gpt_tiny")
 
 
 def main(arguments: list[str]) -> int:
@@ -43,11 +42,16 @@ def main(arguments: list[str]) -> int:
     given = _parser().parse_args(arguments)
     wanted = [
         section
-        for section in sections(given.package)
+        for section in importlib.import_module(given.package).SECTIONS
         if not given.only or section.label in given.only
     ]
     run = Run(given, time.monotonic() + given.budget - _RESERVE_S)
-    with _forkserver(imported(given.package, wanted)) as (found, kill_all):
+    os.environ.update(ENVIRONMENT)
+    started = time.monotonic()
+    modules = _imported(given.package, wanted)
+    with forkserver(modules, dict(os.environ)) as (found, kill_all):
+        how = "" if found["forks"] else "; an import has started CUDA, so every section imports"
+        print(f"imports: {time.monotonic() - started:.1f} s{how}", flush=True)
         run.gpus = found["gpus"]
         for alone, group in itertools.groupby(wanted, lambda section: section.alone):
             with concurrent.futures.ThreadPoolExecutor(1 if alone else given.jobs) as pool:
@@ -105,40 +109,16 @@ class Run:
         }
 
 
-@contextlib.contextmanager
-def _forkserver(modules: list[str]) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
-    """Start the forkserver, which imports these modules.
-
-    Yields:
-        What the server has found, and a function that ends it with all processes.
-    """
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gc-") as where:
-        os.environ.update(ENVIRONMENT)
-        os.environ[SOCKET] = f"{where}/forkserver"
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, "-m", "tools.gpu_check.forkserver", os.environ[SOCKET]]
-        server = subprocess.Popen(
-            command + modules,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the driver, which ends the server
-        )
-        assert server.stdin is not None
-        assert server.stdout is not None
-        try:
-            if not (line := server.stdout.readline()):
-                sys.exit("the process that imports torch and Megatron has ended")
-            found: dict[str, Any] = json.loads(line)
-            how = "" if found["forks"] else "; an import has started CUDA, so every section imports"
-            print(f"imports: {time.monotonic() - started:.1f} s{how}", flush=True)
-            yield found, server.stdin.close
-        finally:
-            server.stdin.close()  # the server kills what still runs, and ends
-            server.stdout.close()
-            server.wait()
+def _imported(package: str, wanted: list[Section]) -> list[str]:
+    """Return the modules that the processes of these sections of a package import."""
+    if all(section.gpus == 0 for section in wanted):
+        return []
+    children = Path(__file__).with_name("children").glob("[a-z]*.py")
+    programs = [
+        *dict.fromkeys(f"{package}.{section.name}" for section in wanted),
+        *(f"tools.gpu_check.children.{path.stem}" for path in children),
+    ]
+    return ["torch", *_IMPORTED, *programs]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -162,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all facts as JSON")
     parser.add_argument("--commit", metavar="NAME", help="the commit, where git does not know it")
-    parser.add_argument("--package", default=PACKAGE, help=argparse.SUPPRESS)
+    parser.add_argument("--package", default="tools.gpu_check.sections", help=argparse.SUPPRESS)
     return parser
 
 

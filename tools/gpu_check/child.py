@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check.discovery import CHILDREN
 from tools.gpu_check.forkserver import Process
 from tools.gpu_check.report import FIGURE, Report
 
@@ -31,7 +30,7 @@ class Child:
         self._output.touch()
         self._process = Process(
             "tools.gpu_check.section",
-            [name, "--package", CHILDREN, "--to", str(self._report)],
+            [f"tools.gpu_check.children.{name}", "-", str(self._report), "inf", "1"],
             {**os.environ, "WHERE": str(where), **environment},
             self._output,
         )
@@ -41,7 +40,7 @@ class Child:
     @property
     def status(self) -> int | None:
         """Exit status as of `subprocess`; None while the process runs."""
-        return self._process.status
+        return self._process.returncode
 
     def look(self, within_s: float = 0.0) -> bool:
         """Return whether the process ends within some seconds; record the time of the end."""

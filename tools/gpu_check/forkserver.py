@@ -1,4 +1,4 @@
-"""Server that imports torch and Megatron once, and forks every process of the check from itself.
+"""Server that imports torch and Megatron once, and forks every process of a check from itself.
 
 The imports take 8 to 20 seconds on a machine with a GPU, and a fork of a process that has them
 takes milliseconds. A process that has started CUDA must not fork, so the server never calls CUDA.
@@ -21,15 +21,18 @@ import select
 import selectors
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 #: Variable with the path of the server's socket.
-SOCKET = "GPU_CHECK_FORKSERVER"
+_SOCKET = "GPU_CHECK_FORKSERVER"
 #: Settings that torch reads while it is imported.
 ENVIRONMENT = {
     # The default test for a GPU starts CUDA; this one asks the driver's management library.
@@ -38,6 +41,8 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
 }
+#: Variables that the server was started with.
+_GIVEN = frozenset(os.environ)
 _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
@@ -66,26 +71,32 @@ class Process:
             OSError: the server does not run.
         """
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.environ[SOCKET])
+        self._socket.connect(os.environ[_SOCKET])
         request = {"module": module, "arguments": arguments, "environment": environment}
         request |= {"output": str(output), "fresh": fresh}
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         self._answers = self._socket.makefile()
         self.pid = int(self._answers.readline())
-        self.status: int | None = None
-        """Exit status as of `subprocess`; None while the process runs."""
+        self.returncode: int | None = None
+        """Exit status as of `subprocess`; None while the process was not seen to end."""
 
-    def wait(self, timeout_s: float) -> int | None:
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
         """Return the exit status; None if the process still runs after `timeout_s`."""
-        if self.status is None and select.select([self._socket], [], [], max(0.0, timeout_s))[0]:
-            # Without an answer the server has ended, and with it all processes.
-            self.status = int(self._answers.readline() or -signal.SIGKILL)
-            self.close()
-        return self.status
+        if self.returncode is None:
+            timeout_s = None if timeout_s is None else max(0.0, timeout_s)
+            if select.select([self._socket], [], [], timeout_s)[0]:
+                # Without an answer the server has ended, and with it all processes.
+                self.returncode = int(self._answers.readline() or -signal.SIGKILL)
+                self.close()
+        return self.returncode
 
     def kill(self) -> None:
         """Kill the process and its group; return when the process has ended."""
-        if self.status is None:
+        if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.wait(10.0)
@@ -94,6 +105,42 @@ class Process:
         """Disconnect from the server, which kills the process if it still runs."""
         self._answers.close()
         self._socket.close()
+
+
+@contextlib.contextmanager
+def forkserver(
+    modules: list[str], environment: dict[str, str]
+) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+    """Run a server that imports these modules; inside the context it starts every `Process`.
+
+    Yields:
+        What the server has found (`gpus`, `forks`), and a function that ends all processes.
+
+    Raises:
+        SystemExit: the server has ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="gc-") as where:
+        path = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "tools.gpu_check.forkserver", f"{where}/socket", *modules]
+        server = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment, **ENVIRONMENT, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the driver, which ends the server
+        )
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            if not (line := server.stdout.readline()):
+                sys.exit("the process that imports torch and Megatron has ended")
+            with mock.patch.dict(os.environ, {_SOCKET: f"{where}/socket"}):
+                yield json.loads(line), server.stdin.close
+        finally:
+            server.stdin.close()  # the server kills what still runs, and ends
+            server.stdout.close()
+            server.wait()
 
 
 def main(arguments: list[str]) -> Callable[[], None]:
@@ -218,7 +265,9 @@ def _program(request: dict[str, Any]) -> Callable[[], None]:
     if request["fresh"] or _has_started_cuda():
         start = f"import sys, {module} as m; m.main(sys.argv[1:])"
         os.execve(sys.executable, [sys.executable, "-c", start, *arguments], environment)
-    os.environ.clear()
+    # Variables that an import has set stay.
+    for name in _GIVEN.intersection(os.environ):
+        del os.environ[name]
     os.environ.update(environment)
     sys.argv = [module, *arguments]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked.job import free_port
 from tools.gpu_check import machine
 from tools.gpu_check.forkserver import ROOT, Process
 from tools.gpu_check.report import Report
@@ -24,6 +24,20 @@ _MODEL = (
     "--attention-backend unfused --deterministic-mode --log-interval 1 --eval-interval 1000 "
     "--eval-iters 0"
 ).split()
+#: Variables of the only rank, which needs no torchrun, whose start takes seconds.
+ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # --deterministic-mode requires these settings.
+    "NCCL_ALGO": "Ring",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # A machine without a network may not resolve its own name.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
 class Run:
@@ -97,21 +111,10 @@ class Run:
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            # One rank needs no torchrun, whose start takes seconds.
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            # A machine without a network may not resolve its own name.
-            "GLOO_SOCKET_IFNAME": "lo",
-            "NCCL_SOCKET_IFNAME": "lo",
+            **ONE_RANK,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            # --deterministic-mode requires these settings.
-            "NCCL_ALGO": "Ring",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "CPU_CUDA_STUBS": "triton",
             "SCHEDULE": json.dumps(self._schedule),
             "TRACE": str(self._trace),
@@ -151,9 +154,3 @@ class Run:
         path = Path(f"{self._losses}.0")
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if first <= int(line.split()[0]) <= last]
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

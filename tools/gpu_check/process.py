@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check.discovery import Section
 from tools.gpu_check.forkserver import ROOT, Process
 from tools.gpu_check.report import MUST, SKIP, Report
+from tools.gpu_check.sections import Section
 
 #: Seconds that a killed process may take to end; inside the GPU's driver it takes seconds.
 _GONE_S = 10.0
@@ -63,18 +63,22 @@ def run(section: Section, package: str, limit_s: float) -> Outcome:
         to, output = Path(where, "report"), Path(where, "output")
         to.touch()
         started = time.monotonic()
-        arguments = [section.name, "--package", package, "--label", section.label]
-        arguments += ["--to", str(to), "--seconds", str(limit_s)]
+        arguments = [f"{package}.{section.name}", section.label, str(to), str(limit_s)]
         process = Process(
-            "tools.gpu_check.section", arguments, _environment(section, where), output
+            "tools.gpu_check.section",
+            [*arguments, str(section.gpus)],
+            _environment(section, where),
+            output,
         )
         try:
             status = process.wait(limit_s)
         finally:
             left = _end(process, where)
         seconds = time.monotonic() - started
-        _add(to, section, status, limit_s, left)
-        lines = [json.loads(line) for line in to.read_text().splitlines() if _is_whole(line)]
+        with to.open("a") as stream:
+            stream.write("\n")  # ends a line that the killed process has not completed
+            _add(Report(section.label, stream), section, status, limit_s, left)
+        lines = list(_whole_lines(to))
         tail = output.read_text(errors="replace").splitlines()[-_TAIL:] if status != 0 else []
         return Outcome(lines, seconds, "\n".join(tail))
 
@@ -93,7 +97,7 @@ def _end(process: Process, where: str) -> list[int]:
     may have sessions of their own, so they are found by their TMPDIR.
     """
     # List orphans before any kill, because /proc shows no environment of an ending process.
-    orphans = list(_running_in(where)) if process.status is not None else []
+    orphans = list(_running_in(where)) if process.returncode is not None else []
     process.kill()
     process.close()
     deadline = time.monotonic() + _GONE_S
@@ -113,26 +117,22 @@ def _running_in(where: str) -> Iterator[int]:
                 yield int(process.name)
 
 
-def _add(to: Path, section: Section, status: int | None, limit_s: float, left: list[int]) -> None:
-    """Add lines to the report that the section itself could not write."""
-    whole = [line for line in to.read_text().splitlines() if _is_whole(line)]
-    to.write_text("".join(f"{line}\n" for line in whole))
-    with to.open("a") as stream:
-        report = Report(section.label, stream)
-        if status is None and limit_s < section.seconds:
-            report.skip("the rest of it", f"no time left: killed after {limit_s:.0f} s")
-        elif status is None:
-            report.must(f"ends within {limit_s:.0f} s", False, "killed, with all its children")
-        elif status:
-            report.must("runs to its end", False, f"exit status {status}")
-        if left:
-            report.note("processes that it left running and that were killed", str(len(left)))
+def _add(
+    report: Report, section: Section, status: int | None, limit_s: float, left: list[int]
+) -> None:
+    """Report what the section itself could not report."""
+    if status is None and limit_s < section.seconds:
+        report.skip("the rest of it", f"no time left: killed after {limit_s:.0f} s")
+    elif status is None:
+        report.must(f"ends within {limit_s:.0f} s", False, "killed, with all its children")
+    elif status:
+        report.must("runs to its end", False, f"exit status {status}")
+    if left:
+        report.note("processes that it left running and that were killed", str(len(left)))
 
 
-def _is_whole(line: str) -> bool:
-    """Return whether the line is complete; a process may be killed while it writes."""
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+def _whole_lines(file: Path) -> Iterator[Line]:
+    """Yield the complete lines of a report; a process may be killed while it writes."""
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

@@ -24,8 +24,7 @@ from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.opening import open_store
 from tests.support.stored import read_all
-from tests.support.trainer import config_of
-from tools.gpu_check.agents import end_agents
+from tests.support.trainer import config_of, end_agents
 
 
 class Node:

@@ -34,13 +34,16 @@ class Report:
         """Report whether the rule `what` held; a section continues after a broken rule."""
         self._write(MUST, what, ok=bool(ok), detail=detail)
 
-    def figure(self, what: str, value: float, unit: str, detail: str = "") -> None:
-        """Report a measured number in `unit`, such as "GB/s"."""
-        self._write(FIGURE, what, value=float(value), unit=unit, detail=detail)
+    def figure(
+        self, what: str, value: float, unit: str, detail: str = "", *, headline: bool = False
+    ) -> None:
+        """Report a measured number in `unit`, such as "GB/s".
 
-    def headline(self, what: str, value: float, unit: str, detail: str = "") -> None:
-        """Report the number that stands for this section in the summary."""
-        self._write(HEADLINE, what, value=float(value), unit=unit, detail=detail)
+        Args:
+            headline: the number stands for this section in the summary.
+        """
+        kind = HEADLINE if headline else FIGURE
+        self._write(kind, what, value=float(value), unit=unit, detail=detail)
 
     def note(self, what: str, text: str) -> None:
         """Report a fact as text."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.gpu_check.discovery import Section
 from tools.gpu_check.process import Line, Outcome
 from tools.gpu_check.report import FIGURE, HEADLINE, MUST, SKIP
+from tools.gpu_check.sections import Section
 
 Results = list[tuple[Section, Outcome]]
 

@@ -17,8 +17,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_launch_scripts import ON_CPU, SCRIPTS, SIZES
-from tests.support.megatron_jobs import CPU_MEGATRON, REPO
+from tests.integration.test_launch_scripts import (
+    ON_CPU,
+    SCRIPTS,
+    TINY_JOB,
+    assert_repeated,
+    losses_in,
+)
+from tests.support.megatron_jobs import REPO
 from tools.slurm.cluster import Cluster, running, why_no_cgroups, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no Slurm: {why_not()}")
@@ -37,12 +43,8 @@ class Job:
         self._log = directory / "log"
         directory.mkdir()
         variables = {
-            **SIZES,
+            **TINY_JOB,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "TRAIN_SCRIPT": str(SCRIPTS / "pretrain_gpt_tiny.py"),
-            "PYTHONPATH": f"{CPU_MEGATRON}{os.pathsep}{REPO}",
-            "CPU_CUDA_STUBS": "triton apex",
-            "PYTHONWARNINGS": "ignore",
             "GPUS_PER_NODE": "1",
             "TENSOR_PARALLEL": "1",
             "CHECKPOINT_PATH": str(directory / "checkpoints"),
@@ -129,14 +131,7 @@ def assert_resumed_from_memory(job: Job, facts: dict[str, str]) -> None:
     assert (job.directory / "killed").exists(), "no rank was killed"
     assert "iteration 2 was restored from memory" in job.log, job.log[-8000:]
     assert job.tracker == "5"
-    losses = sorted(job.directory.glob("losses.*"))
-    assert [path.suffix for path in losses] == [".0", ".1"]
-    for path in losses:
-        entries = [line.split() for line in path.read_text().splitlines()]
-        iterations = [int(iteration) for iteration, _ in entries]
-        start = iterations.index(3, iterations.index(4))
-        again = [loss for loss in entries[start:] if int(loss[0]) in (3, 4)]
-        assert [loss for loss in entries[:start] if int(loss[0]) in (3, 4)] == again != []
+    assert_repeated(losses_in(job.directory))
 
 
 def test_a_job_with_a_killed_rank_resumes_from_memory(pgid: Cluster, tmp_path: Path) -> None:

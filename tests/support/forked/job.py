@@ -18,6 +18,7 @@ import threading
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from tests.support.forked.nursery import nursery, settle_in
 
@@ -46,6 +47,7 @@ def run_forked(
     log: Path,
     max_restarts: int,
     timeout_s: float,
+    context: Any = None,
 ) -> int:
     """Run `python COMMAND` in each rank; return the exit status of the last attempt.
 
@@ -53,10 +55,11 @@ def run_forked(
         command: a script and its arguments, or `-m`, a module and its arguments.
         nodes: the environment of each node; all nodes are this machine.
         ranks: over all nodes.
+        context: forks the ranks from a process that may have read settings; None: the nursery.
     """
     deadline = time.monotonic() + timeout_s
     for attempt in range(max_restarts + 1):
-        status = _attempt(command, nodes, ranks, attempt, cwd, log, deadline)
+        status = _attempt(command, nodes, ranks, attempt, cwd, log, deadline, context)
         if status == 0:
             break
     return status
@@ -70,6 +73,7 @@ def _attempt(
     cwd: Path,
     log: Path,
     deadline: float,
+    context: Any,
 ) -> int:
     per_node = ranks // len(nodes)
     job = {
@@ -79,7 +83,8 @@ def _attempt(
         "LOCAL_WORLD_SIZE": str(per_node),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }
-    context = nursery()
+    options = {"afresh": context is None}
+    context = context or nursery()
     family: list[BaseProcess] = []
     for rank in range(ranks):
         node, local_rank = divmod(rank, per_node)
@@ -87,6 +92,7 @@ def _attempt(
         process = context.Process(
             target=run_script,
             args=(command, {**nodes[node], **job, **variables}, str(cwd), str(log)),
+            kwargs=options,
             daemon=False,  # a daemonic process has no children, and Megatron's writers are children
         )
         process.start()

@@ -23,12 +23,6 @@ from tools.gpu_check import machine
 from tools.gpu_check.rank import Node, Rank, request
 from tools.gpu_check.report import Report
 
-LETTER = "-"
-TITLE = "a rank that is ended in the middle of a save"
-SECONDS = 60
-GPUS = 1
-SIMULATED = True
-
 TENSORS = 8
 #: Space in a slot for state in addition to the tensors.
 SIDE_NBYTES = 1 << 20

@@ -15,12 +15,6 @@ from tools.gpu_check import machine
 from tools.gpu_check.exchanges import report_collectives
 from tools.gpu_check.report import Report
 
-LETTER = "-"
-TITLE = "collectives of gloo ranks with a GPU"
-SECONDS = 60
-GPUS = 1
-SIMULATED = True
-
 
 def run(report: Report) -> None:
     """Join the other rank and exchange data."""

@@ -19,14 +19,6 @@ from megatron_flashckpt.save import stager as stager_module
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "G"
-TITLE = "graph captures"
-SECONDS = 45
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = False
-
 #: Seconds before the driver's limit at which this section stops.
 _LEAST_S = 12.0
 _RELAXED = 2
@@ -49,7 +41,8 @@ def run(report: Report) -> None:
                 return
     for during, count in captures.count.items():
         report.figure(f"captures {during}", count, "captures")
-    report.headline("captures, none failed", sum(captures.count.values()), "captures")
+    total = sum(captures.count.values())
+    report.figure("captures, none failed", total, "captures", headline=True)
     report.must("captured steps change what they should", captures.are_right())
 
 

@@ -18,14 +18,6 @@ from megatron_flashckpt.save.stager import Stager
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "C"
-TITLE = "copies to host memory"
-SECONDS = 30
-GPUS = 1
-SIMULATED = True
-MEGATRON = False
-ALONE = True
-
 #: Size of one comparison.
 _CHUNK_NBYTES = 256 << 20
 #: Bytes per second of the simulated engine, so that simulated copies take time.
@@ -127,8 +119,8 @@ class Bench:
         self.source.add_(1)
         waiting = self.stage(copies, waits=True)
         is_main = memory == "page-locked" and count <= 1000
-        rate = (f"copies of {name}", self.nbytes / usual.done / 1e9, "GB/s")
-        (report.headline if is_main else report.figure)(*rate)
+        rate = self.nbytes / usual.done / 1e9
+        report.figure(f"copies of {name}", rate, "GB/s", headline=is_main)
         report.figure(f"{name}, when the step waits", self.nbytes / waiting.done / 1e9, "GB/s")
         report.figure(f"{name}: stage() returns in", 1000 * usual.returned, "ms")
         report.must(f"{name}: bytes are equal", self._is_equal())

@@ -6,24 +6,17 @@ unlock page-locked memory before a process ends, so the time until the end is me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import tempfile
 from pathlib import Path
 
+from tests.support.trainer import end_agents
 from tools.gpu_check import machine
-from tools.gpu_check.agents import agents_ended
 from tools.gpu_check.child import Child, wait
 from tools.gpu_check.held import held_in
 from tools.gpu_check.report import Report
-
-LETTER = "K"
-TITLE = "kills, and GPUs that fail or hang"
-SECONDS = 70
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +59,9 @@ def run(report: Report) -> None:
     """End ranks in all ways, in processes with agents of their own; one rank resumes."""
     # On the simulated node a process takes seconds of a core.
     rounds = machine.pick(_ROUNDS, ((_KILLED, _BREAKS),))
-    with tempfile.TemporaryDirectory(prefix="k-") as directory, agents_ended(Path(directory)):
+    with tempfile.TemporaryDirectory(prefix="k-") as directory, contextlib.ExitStack() as stack:
         where = Path(directory)
+        stack.callback(end_agents, where)
         for scenarios in rounds:
             children = {scenario: _start(where, scenario) for scenario in scenarios}
             wait(list(children.values()), _PATIENCE_S)
@@ -106,8 +100,8 @@ def _report_end(report: Report, scenario: Scenario, child: Child, limit: float) 
         f"status {child.status}: {child.output}" if seconds is None else f"{seconds:.2f} s",
     )
     if seconds is not None:
-        write = report.headline if scenario is _KILLED else report.figure
-        write(f"{name}: from there to the end of the process", seconds, "s")
+        what = f"{name}: from there to the end of the process"
+        report.figure(what, seconds, "s", headline=scenario is _KILLED)
     for what in ("memory taken in", "abandoned in"):
         if (value := child.value(what)) is not None:
             report.figure(f"{name}: {what}", value, "s")

@@ -14,14 +14,6 @@ import torch
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "D"
-TITLE = "devices of threads"
-SECONDS = 30
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = False
-
 #: Functions of `torch.cuda` that our threads call, in addition to `set_device`.
 _CALLS = (
     *("Stream", "Event", "stream", "current_stream", "current_device", "synchronize", "cudart"),

@@ -10,14 +10,6 @@ from tools.gpu_check import machine
 from tools.gpu_check.child import Child, wait
 from tools.gpu_check.report import Report
 
-LETTER = "H"
-TITLE = "training's calls behind a save"
-SECONDS = 30
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = True
-
 #: Values of the variable; None: the variable is not set. Megatron often requires 1.
 _CONNECTIONS = ("1", None)
 _VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -26,14 +26,6 @@ from tools.gpu_check import machine
 from tools.gpu_check.rank import Node, Rank, node
 from tools.gpu_check.report import Report
 
-LETTER = "L"
-TITLE = "loads from memory and from storage"
-SECONDS = 40
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = True
-
 _TENSORS = 64
 #: Threads that read, the default of `read_threads` for one rank of a large node.
 _THREADS = 4
@@ -61,7 +53,8 @@ def run(report: Report) -> None:
         again.checkpointer.link.stager.wait_pinned()
         copied = _copied_rate(report, held.slot)
         what = "load from memory, relative to one page-locked copy"
-        report.headline(what, rates["memory"] / copied, "x", f"{rates['memory']:.1f} GB/s")
+        detail = f"{rates['memory']:.1f} GB/s"
+        report.figure(what, rates["memory"] / copied, "x", detail, headline=True)
 
 
 def _restarted(where: Node, rank: Rank) -> tuple[Rank, MemorySource]:

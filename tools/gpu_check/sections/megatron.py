@@ -20,19 +20,11 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.memory.host_memory import available_nbytes
+from tests.support.trainer import end_agents
 from tools.gpu_check import machine
-from tools.gpu_check.agents import end_agents
 from tools.gpu_check.megatron_run import Run
 from tools.gpu_check.report import Report
-from tools.gpu_check.variants import SHIPPED, VARIANTS, Variant
-
-LETTER = "M"
-TITLE = "Megatron: training lost per save, restarts"
-SECONDS = 130
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = True
+from tools.gpu_check.variants import SHIPPED, VARIANTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +120,9 @@ def _fits(size: Size) -> bool:
 
 
 def _run(report: Report, where: Path, size: str) -> None:
-    variants = [variant for variant in VARIANTS if not _is_missing(report, variant)]
     enough = machine.seconds_left() > _THREE_ROUNDS_S
     turns = blocks(
-        _FIRST + _LENGTH, machine.pick(3 if enough else 1, 1), [v.name for v in variants]
+        _FIRST + _LENGTH, machine.pick(3 if enough else 1, 1), [v.name for v in VARIANTS]
     )
     kept = turns[-1].end
     last = kept + 3
@@ -163,12 +154,6 @@ def _run(report: Report, where: Path, size: str) -> None:
     report.must("the save before the kill becomes durable", _await_tracker(where, kept))
     end_agents(where)
     _resume(report, first, storage, "storage", digests)
-
-
-def _is_missing(report: Report, variant: Variant) -> bool:
-    if variant.missing:
-        report.skip(variant.name, f"this version has no {variant.missing}")
-    return bool(variant.missing)
 
 
 # ---------------------------------------------------------------------- figures
@@ -203,9 +188,9 @@ def _report_lost(report: Report, without: Run, first: Run, turns: list[Block]) -
         what = f"training lost per save, {kind}"
         if kind == _PLAIN:
             what = f"{_LENGTH} iterations with the package and no save: lost"
-        write = report.headline if kind == SHIPPED.name else report.figure
         listed = " | ".join(map(_listed, spans))
-        write(what, 1000 * lost, "ms", f"standard error {1000 * error:.0f} ms; {listed}")
+        detail = f"standard error {1000 * error:.0f} ms; {listed}"
+        report.figure(what, 1000 * lost, "ms", detail, headline=kind == SHIPPED.name)
     for staged in re.findall(r"iteration \d+ staged.*", first.log())[:2]:
         report.note("the package's own line", staged)
 

@@ -16,14 +16,6 @@ from tools.gpu_check.child import Child, wait
 from tools.gpu_check.exchanges import report_collectives
 from tools.gpu_check.report import Report
 
-LETTER = "N"
-TITLE = "collectives over NCCL and gloo"
-SECONDS = 40
-GPUS = 1
-SIMULATED = True
-MEGATRON = False
-ALONE = False
-
 _PATIENCE_S = 30.0
 
 

@@ -14,14 +14,6 @@ from megatron_flashckpt.save.stager import Stager
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "P"
-TITLE = "page-locking"
-SECONDS = 40
-GPUS = 1
-SIMULATED = True
-MEGATRON = False
-ALONE = True
-
 #: Slabs: size in GiB, huge pages; the most important ones first.
 _CASES = ((8, True), (8, False), (2, True))
 #: Largest time of all steps of a case per GiB; cases without enough time left are skipped.
@@ -156,7 +148,7 @@ def _timed(
     time.sleep(0.01)  # for a kernel that began meanwhile
     longest = max(waits[before:], default=0.0)
     detail = f"longest of {len(waits) - before} small kernels {1000 * longest:.2f} ms"
-    (report.headline if is_headline else report.figure)(what, seconds, "s", detail)
+    report.figure(what, seconds, "s", detail, headline=is_headline)
 
 
 @contextlib.contextmanager

@@ -10,14 +10,6 @@ import torch
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "F"
-TITLE = "refusals, capturable optimizers"
-SECONDS = 30
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = False
-
 
 class Wrapper(torch.Tensor):
     """Tensor whose operators run on a dequantized copy, like TransformerEngine's FP8 weights."""

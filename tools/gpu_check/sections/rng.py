@@ -11,14 +11,6 @@ import torch
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "R"
-TITLE = "random generators"
-SECONDS = 30
-GPUS = 1
-SIMULATED = True
-MEGATRON = True
-ALONE = False
-
 _NAMES = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
 _NUMEL = 1000
 

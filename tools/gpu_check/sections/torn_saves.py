@@ -23,14 +23,6 @@ from tests.cpu_megatron.stubs.apex.apex.optimizers import FusedAdam
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
-LETTER = "T"
-TITLE = "torn saves"
-SECONDS = 75
-GPUS = 1
-SIMULATED = True
-MEGATRON = False
-ALONE = False
-
 #: Seconds before the driver's limit at which this section stops.
 _LEAST_S = 5.0
 
@@ -194,7 +186,8 @@ def run(report: Report) -> None:
         if machine.seconds_left() > _LEAST_S:
             saves = _in_graphs(report, saves)
         if saves is not None:
-            report.headline("saves checked while training went on", saves.number, "saves")
+            what = "saves checked while training went on"
+            report.figure(what, saves.number, "saves", headline=True)
             saves.close()
 
 
