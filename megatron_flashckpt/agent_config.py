@@ -83,7 +83,7 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     a time, and again after a crash. It finds `DURABLE_PATH` (directory or URL of the checkpoint),
     `DURABLE_ROOT` (the save directory), `DURABLE_ITERATION`, `DURABLE_SAVE` and `DURABLE_METRICS`
     (JSON) in its environment, which else is the agent's (see `environment`). Retention spares the
-    checkpoint until the command has ended."""
+    checkpoint until the command has ended once."""
 
     on_durable_timeout_s: Annotated[float, msgspec.Meta(ge=1, le=MOST)] = 3600.0
     """Seconds after which `on_durable` is ended. Then, and after an exit status other than 0, it is

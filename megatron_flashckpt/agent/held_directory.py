@@ -8,7 +8,6 @@ and made again, or replaced by a copy. An agent holds memory for exactly one of 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -150,36 +149,45 @@ class HeldDirectory:
         self._asked.set()
 
     def _hold(self) -> None:
-        with contextlib.suppress(OSError):  # no directory, so no identity
-            fd = self._opened()
-            self.identity = _shown(os.fstat(fd))
+        fd: int | None = None
+        while fd is None and not self._closing:
             try:
-                while not self._closing:
-                    self._asked.wait()
-                    self._asked.clear()
-                    is_elsewhere = self._is_elsewhere()
-                    self._is_removed = is_elsewhere and _has_no_name(fd)
-                    if not is_elsewhere:
-                        self._is_away = False
-                    elif (opened := self._returned()) is not None:
-                        os.close(fd)
-                        fd = opened
-                        self.identity = _shown(os.fstat(fd))
-                        self._is_away = self._is_removed = False
-                        self.key = key_of(self._root, self.identity)
-                        logger.info("%s is back (%s)", self._root, self.identity)
-                    elif not self._is_away:
-                        self._is_away = True
-                        logger.warning(
-                            "%s is away, or another directory is in its place; it may come back",
-                            self._root,
-                        )
-                    time.sleep(_LOOK_S)
-            finally:
+                fd, self.identity = self._opened()
+            except (FileNotFoundError, NotADirectoryError):  # no directory, so no identity
+                return
+            except OSError:  # a storage error, which may pass
+                time.sleep(_LOOK_S)
+        while fd is not None and not self._closing:
+            self._asked.wait()
+            self._asked.clear()
+            is_elsewhere = self._is_elsewhere()
+            self._is_removed = is_elsewhere and _has_no_name(fd)
+            if not is_elsewhere:
+                self._is_away = False
+            elif (opened := self._returned()) is not None:
                 os.close(fd)
+                fd, self.identity = opened
+                self._is_away = self._is_removed = False
+                self.key = key_of(self._root, self.identity)
+                logger.info("%s is back (%s)", self._root, self.identity)
+            elif not self._is_away:
+                self._is_away = True
+                logger.warning(
+                    "%s is away, or another directory is in its place; it may come back",
+                    self._root,
+                )
+            time.sleep(_LOOK_S)
+        if fd is not None:
+            os.close(fd)
 
-    def _opened(self) -> int:
-        return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _opened(self) -> tuple[int, str]:
+        """Return a descriptor of the directory, and its identity."""
+        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return fd, _shown(os.fstat(fd))
+        except OSError:
+            os.close(fd)
+            raise
 
     def _is_elsewhere(self) -> bool:
         try:
@@ -189,8 +197,8 @@ class HeldDirectory:
         except OSError:  # a storage error, which may pass
             return False
 
-    def _returned(self) -> int | None:
-        """Return a descriptor of the directory if it has come back with another identity."""
+    def _returned(self) -> tuple[int, str] | None:
+        """Return what `_opened` returns if the directory has come back with another identity."""
         try:
             return self._opened() if self._has_own_run() else None
         except (OSError, FlashCkptError):

@@ -42,7 +42,8 @@ class SlotInfo:
     recovered: bool = False
     """The slot came from other nodes."""
     is_final: bool = False
-    """The save failed for good: no further attempt can make a checkpoint of it."""
+    """The save failed for good, or its description is damaged: no further attempt can make a
+    checkpoint of it."""
     elsewhere: bool = False
     """The slot came from the slot of the rank on its former node, whose agent persists it. Two
     agents must never write one shard: one of them could overwrite the shard after the commit."""
@@ -253,7 +254,7 @@ def only_in_memory(ranks: Sequence[RankSlots]) -> list[SlotHeader]:
     newer = [held[0][save_id] for save_id in common]
     newer = [slot for slot in newer if slot.header.iteration > max(stored, default=-1)]
     newer.sort(key=lambda slot: -slot.header.iteration)
-    # An agent that keeps a save asks 5 times a second, so a description is read only if it decides.
+    # An agent that keeps a save asks 5 times a second, so a description is decoded only if needed.
     if len(newer) > 1 and newer[0].meta.world_size == len(ranks):
         del newer[1:]
     return [slot.header for slot in newer]

@@ -325,6 +325,14 @@ class Saves:
         slots = {number: rank.slots for number, rank in self._node.ranks.items() if rank.slots}
         if not self._node.options.persist_on_leave or len(slots) < len(self._node.ranks):
             return None
+        for number, held in slots.items():
+            for slot in held.unwritten().values():
+                try:
+                    slot.encoded_meta()
+                except CorruptCheckpointError as error:
+                    held.infos[slot.index].is_final = True
+                    lost = slot.header.iteration
+                    logger.error("rank %d: iteration %d in memory is lost: %s", number, lost, error)
         headers = only_in_memory(list(slots.values()))
         for header in headers if not self._node.is_stuck() else ():
             last = self._attempts.get(header.save_id)

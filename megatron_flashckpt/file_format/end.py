@@ -16,6 +16,8 @@ from megatron_flashckpt.errors import UNDECODABLE
 HEAD_NBYTES = len(b'{"failed"')
 #: Bytes to read of the end of a failed save, at most.
 FAILED_NBYTES = 2**16
+#: Characters of a reason that an end keeps: each takes 6 bytes at most, as an escape of JSON does.
+_MAX_REASON = FAILED_NBYTES // 8
 
 
 class End(enum.Enum):
@@ -51,8 +53,9 @@ def kind_of(head: bytes) -> End:
 
 
 def encode_failure(failure: Failure) -> bytes:
-    """Return the end of a failed save."""
-    return msgspec.json.encode(failure)
+    """Return the end of a failed save; a reason that readers would not read whole is shortened."""
+    text = failure.failed.encode(errors="backslashreplace").decode()  # a path may be no text
+    return msgspec.json.encode(msgspec.structs.replace(failure, failed=text[:_MAX_REASON]))
 
 
 _FAILURE = msgspec.json.Decoder(Failure)

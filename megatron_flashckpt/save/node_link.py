@@ -337,7 +337,7 @@ class NodeLink:
             return False
         self._background.wait()
         self._connection.note_lost()
-        self.seek_agent()
+        self._background.add(self._replace)
         return True
 
     def serving_agent(self) -> int:
@@ -360,10 +360,6 @@ class NodeLink:
                     self._background.wait()
         return 0
 
-    def seek_agent(self) -> None:
-        """Find an agent in the background; it gets the slab, with all that is staged in it."""
-        self._background.add(self._replace)
-
     def withdraw(self, save_id: str) -> None:
         """Keep later agents from writing a staged save that other ranks report as failed."""
         if self._slab is not None and not self._slab.read_only:
@@ -372,6 +368,7 @@ class NodeLink:
                     slot.set_state(SlotState.FAILED)
 
     def _replace(self) -> None:
+        """Find an agent; it gets the slab, with all that is staged in it."""
         self.refusal = ""
         # A running copy ends with a "staged" message, which must reach the agent that has the slot.
         self.stager.wait()

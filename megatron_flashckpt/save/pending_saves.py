@@ -7,7 +7,6 @@ no agent will report an outcome, this rank reads storage and concludes the save.
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import queue
@@ -32,10 +31,6 @@ from megatron_flashckpt.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
 
-#: Upper bound of the failures that are kept for the other nodes while an agent is sought.
-_CALLS_OFF = 16
-#: Seconds between two attempts of rank 0 to reach an agent that runs and does not serve it.
-_SEEK_S = 30.0
 #: Seconds for which storage is asked about a save while it reports errors that may pass: as long as
 #: a read of a load is retried. Attempts are this far apart, one per poll at most.
 _ANSWER_S, _ASK_AGAIN_S = 30.0, 1.0
@@ -76,10 +71,7 @@ class PendingSaves:
         self._loss = ""
         #: Saves that storage could not be asked about, and errors if they were not committed.
         self._unanswered: dict[str, _Unanswered] = {}
-        #: Saves to call off, unless an agent has adopted this rank's part: iteration, id, reason.
-        self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
         self._ends = FailedEnds(root, rank)
-        self._seek_at = 0.0
         self._failed_copies: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
         self._agent_failures: queue.SimpleQueue[tuple[AgentClient, AgentError]] = (
             queue.SimpleQueue()
@@ -110,7 +102,7 @@ class PendingSaves:
         failed = (self._rank,)
         self._unreported.append(Outcome(iteration, save_id, reason, 0.0, failed_ranks=failed))
         if save_id not in self._not_called_off:
-            self._lost.append((iteration, save_id, reason))
+            self._ends.create(iteration, save_id, reason)
 
     def call_off(self, iteration: int, save_id: str, reason: str) -> None:
         """Fail a save of the other ranks, because this rank raises an error, which may end it."""
@@ -239,12 +231,8 @@ class PendingSaves:
                 del self._unanswered[save_id]
             else:
                 self._conclude(save_id, unanswered.otherwise)
-        if not self._orphaned and not self._lost:
-            return
-        adopted = self._link.adopted_saves()
-        if adopted is not None:
+        if self._orphaned and (adopted := self._link.adopted_saves()) is not None:
             self._conclude_orphaned(adopted)
-            self._call_off(adopted)
 
     def _take_failed_copies(self) -> None:
         while not self._failed_copies.empty():
@@ -297,41 +285,16 @@ class PendingSaves:
             outcome = None
             otherwise = f"{otherwise}; it may still have been committed: {error}"
         if outcome is None or outcome.error is not None:
+            if self._link.current is None:
+                self._link.withdraw(save_id)
             self.fail(iteration, save_id, otherwise if outcome is None else str(outcome.error))
             return
         del self._open[save_id]
         self._unreported.append(outcome)
 
-    def _call_off(self, adopted: tuple[str, ...]) -> None:
-        """Create the ends of saves that lack this rank's part."""
-        has_agent = self._link.current is not None
-        if self._lost and not has_agent and self._rank == 0 and self._seeks_agent():
-            return
-        while self._lost:
-            iteration, save_id, reason = self._lost.popleft()
-            if has_agent and save_id in adopted:
-                continue
-            if not has_agent:
-                self._link.withdraw(save_id)
-            self._ends.create(iteration, save_id, reason)
-
-    def _seeks_agent(self) -> bool:
-        """Return whether rank 0 tries to reach an agent of this node that still runs.
-
-        That agent may still commit the saves.
-        """
-        if time.monotonic() < self._seek_at:
-            return True
-        self._seek_at = time.monotonic() + _SEEK_S
-        if not self._link.agent.has_living_agent():
-            return False
-        self._link.seek_agent()
-        return True
-
     def close(self) -> None:
         """Return when the other nodes can know of all failures, or after a bounded wait."""
         self._take_failed_copies()
-        self._call_off(self._link.adopted_saves() or ())
         self._ends.wait()
 
     def _stored_outcome(self, iteration: int, save_id: str) -> Outcome | None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent import connecting, held_directory
-from megatron_flashckpt.agent.held_directory import identity_of
+from megatron_flashckpt.agent.held_directory import HeldDirectory, identity_of
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import ALIVE
 from tests.agent.conftest import Node
@@ -55,6 +55,26 @@ def test_a_transient_error_leads_no_trainer_to_another_agent(
     monkeypatch.setattr(held_directory, "os", patched)
     assert node.place(root) == expected
     assert len(refused) == 2
+
+
+def test_an_error_that_passes_leaves_no_directory_unheld(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.mkdir()
+    opened, refused = HeldDirectory._opened, []
+
+    def refuse_once(held: HeldDirectory) -> tuple[int, str]:
+        if not refused:
+            refused.append(held)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return opened(held)
+
+    monkeypatch.setattr(held_directory, "_LOOK_S", 0.01)
+    monkeypatch.setattr(HeldDirectory, "_opened", refuse_once)
+    held = HeldDirectory(str(root), lambda: True)
+    eventually("the directory is held", lambda: held.identity == identity_of(str(root)))
+    assert refused
+    held.close()
 
 
 def test_two_directories_mounted_at_one_path_have_separate_agents(

@@ -77,6 +77,20 @@ def test_a_trainer_that_returns_at_the_last_moment_finds_its_memory(node: Node, 
     assert read_rank(stored(root, 7), again) == content(0, 7, again.layout.nbytes)
 
 
+def test_a_damaged_description_costs_no_other_save(node: Node, root: Path) -> None:
+    """The newest save alone would be written."""
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    for iteration in (5, 6):
+        assert trainer.keep(iteration).kept
+    assert trainer.slab is not None
+    (newest,) = (slot for slot in trainer.slab.slots if slot.header.iteration == 6)
+    trainer.slab.memory[trainer.slab.geometry.meta_offset(newest.index) + 5] ^= 1
+    trainer.hang_up(leave=True)
+    assert_the_agent_leaves(agent)
+    assert read_rank(stored(root, 5), trainer) == content(0, 5, trainer.layout.nbytes)
+
+
 @ALSO_IN_A_BUCKET
 def test_agents_of_two_nodes_write_the_newest_save_that_all_ranks_have(
     node: Node, other_node: Node, root: Path | str

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,28 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     error = other.outcome(SOON_S).error or ""
     assert error.startswith(f"rank {lonely.rank}: ")
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
+
+
+def test_a_save_that_no_agent_got_is_called_off_while_an_agent_is_sought(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent that the rank has lost still runs, and a crash of training waits for nothing."""
+    rank, save_id, searched = Rank(node, root, 0), new_save_id(), threading.Event()
+    rank.link.ensure_slab(4096, 4096)
+
+    def search(*_: object) -> None:
+        searched.wait(SOON_S)
+        raise AgentError("no agent answered")
+
+    monkeypatch.setattr(agent_connection, "connect", search)
+    rank.saves.replace_lost_agent(rank.link.current, AgentError("gone"))
+    rank.saves.expect(save_id, memory_only=False)
+    rank.saves.fail(5, save_id, "no memory for it")
+    rank.saves.close()
+    assert (root / END.format(save_id)).exists()
+    assert rank.link.is_preparing
+    searched.set()
+    rank.link.close(leave=False)
 
 
 @contextlib.contextmanager
