@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.support.forked.job import free_port
-from tests.support.forked.nursery import COMMON, CPU_MEGATRON, REPO
+from tests.support.forked.nursery import job_environment
 
 
 def run_ranks(
@@ -21,16 +20,11 @@ def run_ranks(
     """
     processes = []
     shared = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
-        **COMMON,
-        "PYTHONPATH": os.pathsep.join(map(str, [*filter(None, [home]), CPU_MEGATRON, REPO])),
+        **job_environment(where, *filter(None, [home])),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "FLASHCKPT_RUNTIME_DIR": str(where / "run"),
-        "FLASHCKPT_AGENT__GRACE_S": "120",  # a slow machine takes long to start ranks again
-        "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",
         **more,
     }
     for rank in range(ranks):

@@ -24,6 +24,22 @@ COMMON = {
 _PR_SET_PDEATHSIG = 1
 
 
+def job_environment(where: Path, *first: Path) -> dict[str, str]:
+    """Return the environment of a job's ranks, whose agents run in `where`.
+
+    Args:
+        first: directories in which Python looks for modules before it looks elsewhere.
+    """
+    return {
+        **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
+        "PYTHONPATH": os.pathsep.join(map(str, (*first, CPU_MEGATRON, REPO))),
+        **COMMON,
+        "FLASHCKPT_RUNTIME_DIR": str(where / "run"),
+        "FLASHCKPT_AGENT__GRACE_S": "120",  # a slow machine takes long to restart ranks
+        "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",  # no agent outlives its test
+    }
+
+
 class _Popen(popen_forkserver.Popen):
     """A forked process whose exit code several threads may read.
 
@@ -56,10 +72,7 @@ def nursery() -> Any:
     """Return the context whose processes have imported Megatron and have no threads."""
     nursery_context = _Context()
     nursery_context.set_forkserver_preload(["tests.support.forked.preload"])
-    wanted = {
-        "PYTHONPATH": os.pathsep.join(map(str, (CPU_MEGATRON, REPO))),
-        **COMMON,
-    }
+    wanted = {"PYTHONPATH": os.pathsep.join(map(str, (CPU_MEGATRON, REPO))), **COMMON}
     before = dict(os.environ)
     os.environ.update(wanted)
     try:

@@ -19,7 +19,6 @@ results of saves that the log had reported when the iteration's forward began.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -32,16 +31,11 @@ from megatron.training import get_args
 
 import megatron_flashckpt
 from scripts import pretrain_gpt_tiny as tiny
+from tests.support.jobs.traces import trace
 
-RANK = int(os.environ["RANK"])
 WAITS = os.environ.get("WAITS", "").split()
 #: Late copies of a save wait for this event, at most for a minute.
 copies_may_go_on = threading.Event()
-
-
-def trace(**event: Any) -> None:
-    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
-        print(json.dumps({"attempt": 0, **event}), file=file)
 
 
 def is_committed(iteration: int) -> bool:

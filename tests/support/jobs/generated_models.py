@@ -46,6 +46,7 @@ from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
+from tests.support.jobs.traces import trace
 
 RANK = int(os.environ["RANK"])
 ROOT = Path(os.environ["ROOT"])
@@ -57,11 +58,6 @@ FLAGS = {
     "bf16": {"bf16": True},
     "bf16 distributed": {"bf16": True, "use_distributed_optimizer": True},
 }
-
-
-def trace(**event: Any) -> None:
-    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
-        print(json.dumps({"attempt": 0, **event}), file=file)
 
 
 def seeded(*names: Any) -> torch.Generator:

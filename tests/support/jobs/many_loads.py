@@ -43,13 +43,9 @@ from megatron_flashckpt.save.session import session
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.storage import retrying_store
 from scripts import pretrain_gpt_tiny as tiny
+from tests.support.jobs.traces import trace
 
 RANK = int(os.environ["RANK"])
-
-
-def trace(**event: Any) -> None:
-    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
-        print(json.dumps({"attempt": 0, **event}), file=file)
 
 
 create_slab = Slab.create

@@ -36,6 +36,7 @@ from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.simulated_gpu import simulated_gpus
 from tests.support.checkpoints import SAVE_ID
+from tests.support.jobs.traces import trace
 
 RANK = int(os.environ["RANK"])
 transfer = replica_sharing.transfer
@@ -112,7 +113,7 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     tensors = [torch.zeros(piece.nbytes, dtype=torch.uint8, device=device) for piece in pieces]
     targets = Targets(pieces, tensors)
     chunks = chunk_reads(read_plan(pieces, stored.sources(), "it"), pieces)
-    event: dict[str, Any] = {"event": case["name"], "attempt": 0}
+    event: dict[str, Any] = {"event": case["name"]}
     memory = case.get("memory_mib", 96)
     memory = (memory[RANK] if isinstance(memory, list) else memory) * 2**20
     slow = mock.patch.object(replica_sharing, "transfer", slow_transfer)
@@ -128,9 +129,8 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
 
 
 def note(tensors: list[torch.Tensor], event: dict[str, Any]) -> None:
-    event["digests"] = [hashlib.sha256(tensor.cpu().numpy().data).hexdigest() for tensor in tensors]
-    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
-        print(json.dumps(event), file=file)
+    digests = [hashlib.sha256(tensor.cpu().numpy().data).hexdigest() for tensor in tensors]
+    trace(**event, digests=digests)
 
 
 if __name__ == "__main__":

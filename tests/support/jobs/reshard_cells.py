@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import os
 import pickle
 import random
@@ -24,7 +23,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import cells
@@ -56,16 +54,12 @@ from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
+from tests.support.jobs.traces import trace
 
 RANK = int(os.environ["RANK"])
 RANKS = int(os.environ["WORLD_SIZE"])
 COMMAND_LINE = list(sys.argv)
 TOKENS = 250
-
-
-def trace(**event: Any) -> None:
-    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
-        print(json.dumps({"attempt": 0, **event}), file=file)
 
 
 class Job:

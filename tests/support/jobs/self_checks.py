@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import os
 import resource
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,17 +30,13 @@ from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.save import entry_points, node_memory, reservation
 from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
+from tests.support.jobs.traces import trace
 
 RANK = int(os.environ["RANK"])
 _GONE = object()
 
 Job = tuple[list[Any], Any]
 """Model chunks and optimizer, as Megatron made them."""
-
-
-def trace(**event: Any) -> None:
-    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
-        print(json.dumps({"attempt": 0, **event}), file=file)
 
 
 @contextlib.contextmanager
@@ -61,10 +55,6 @@ def changed(holder: Any, name: str, value: Any = _GONE) -> Iterator[None]:
             setattr(holder, name, before)
         else:
             delattr(holder, name)
-
-
-def renamed(holder: Any, name: str) -> contextlib.AbstractContextManager[None]:
-    return changed(holder, name)
 
 
 def sub(job: Job) -> Any:
@@ -219,16 +209,16 @@ def converted(job: Job) -> Iterator[None]:
 
 CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
     "as it is": lambda job: contextlib.nullcontext(),
-    "chained_optimizers": lambda job: renamed(job[1], "chained_optimizers"),
-    "shard_fp32_from_float16_groups": lambda job: renamed(
+    "chained_optimizers": lambda job: changed(job[1], "chained_optimizers"),
+    "shard_fp32_from_float16_groups": lambda job: changed(
         sub(job), "shard_fp32_from_float16_groups"
     ),
-    "range map": lambda job: renamed(type(sub(job)), "_get_model_param_range_map"),
-    "get_rerun_state_machine": lambda job: renamed(checkpointing, "get_rerun_state_machine"),
-    "maybe_save_dataloader_state": lambda job: renamed(
+    "range map": lambda job: changed(type(sub(job)), "_get_model_param_range_map"),
+    "get_rerun_state_machine": lambda job: changed(checkpointing, "get_rerun_state_machine"),
+    "maybe_save_dataloader_state": lambda job: changed(
         checkpointing, "maybe_save_dataloader_state"
     ),
-    "expert ranks": lambda job: renamed(parallel_state, "get_expert_model_parallel_rank"),
+    "expert ranks": lambda job: changed(parallel_state, "get_expert_model_parallel_rank"),
     "flops": lambda job: changed(
         checkpointing,
         "save_checkpoint",
@@ -241,7 +231,7 @@ CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
         "save_checkpoint",
         new_signature(checkpointing.save_checkpoint, "train_data_iterator", "iterator"),
     ),
-    "no_load_rng": lambda job: renamed(get_args(), "no_load_rng"),
+    "no_load_rng": lambda job: changed(get_args(), "no_load_rng"),
     "master left out": master_left_out,
     "master doubled": master_doubled,
     "no buffer": buffer_lacks,
@@ -363,7 +353,7 @@ def main() -> None:
     }
     for name, keywords in calls.items():
         caught(name, functools.partial(save_checkpoint, 5, *job, None, 0, **keywords))
-    with renamed(job[1], "chained_optimizers"):
+    with changed(job[1], "chained_optimizers"):
         caught("save without a start", lambda: save_checkpoint(6, *job, None, 0))
     caught("start after a save", lambda: save_first(job))
     with changed(training, "train_step", step):

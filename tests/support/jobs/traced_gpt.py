@@ -27,8 +27,7 @@ Environment:
     REFERENCE     `iteration:step`: in the forward of that iteration, load a second model from the
                   checkpoint of iteration `step` (`reference_model.py`)
     GPU           copy saved state from this rank's simulated GPU, and trace copies (`on_gpu.py`)
-    GROUP_MARKS   make Megatron identify param groups by these settings too, as core 0.19 does
-                  (0.17.1 gives groups that differ in these alone the settings of the last one)
+    GROUP_MARKS   make Megatron identify param groups as core 0.19 does (`stand_ins.group_marks`)
     EARLY_READS   trace each file of a save directory that this rank opens before torch.distributed
                   is initialised
     STALE         `rank:iteration`: storage shows that rank this iteration in the tracker until
@@ -42,10 +41,8 @@ the bytes of shards that each load read from storage; the plan counters at the e
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import json
 import os
 import signal
 import sys
@@ -64,14 +61,11 @@ from megatron.training import get_args
 
 from scripts import pretrain_gpt_tiny as tiny
 from tests.support.jobs import meter
+from tests.support.jobs.traces import trace
+from tests.support.processes import open_files, thread_count
 
 RANK = int(os.environ["RANK"])
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def trace(**event: Any) -> None:
-    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
-        print(json.dumps({"attempt": ATTEMPT, **event}), file=file)
 
 
 def iteration() -> int:
@@ -260,15 +254,9 @@ def await_commit() -> None:
 
 def resources(pid: int) -> dict[str, int]:
     """Return the resources of a process: descriptors, memfds and threads."""
-    files = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            files.append(os.readlink(path))
-    return {
-        "files": len(files),
-        "memfds": sum("memfd:" in name for name in files),
-        "threads": len(os.listdir(f"/proc/{pid}/task")),
-    }
+    files = open_files(pid)
+    memfds = sum("memfd:" in name for name in files)
+    return {"files": len(files), "memfds": memfds, "threads": thread_count(pid)}
 
 
 def send(name: str, whom: str) -> None:
@@ -428,16 +416,12 @@ def report_counters() -> None:
             on_gpu.report(trace, opened.checkpointer.link.stager)
 
 
-def mark_groups(by: list[str]) -> None:
-    from megatron.core.optimizer import distrib_optimizer, optimizer
-
-    for module in (optimizer, distrib_optimizer):
-        module.param_group_identifier_keys = (*optimizer.param_group_identifier_keys, *by)
-
-
 if __name__ == "__main__":
     if "GROUP_MARKS" in os.environ:
-        mark_groups(os.environ["GROUP_MARKS"].split())
+        from tests.support.jobs.stand_ins import group_marks
+
+        marks = group_marks()
+        marks.__enter__()
     if "SCALARS" in os.environ:
         be_the_writers()
     if "GPU" in os.environ:
