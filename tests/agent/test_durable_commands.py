@@ -89,6 +89,7 @@ def test_a_killed_agent_s_command_runs_again_and_its_checkpoint_stays(
     again = node.trainer(root, config=node.config(on_durable=command), retention=rules)
     assert first.run is not None
     again.open_run(Save(10, save_name(first.run.name, 1)), first.run.ancestors)
+    again.make_slab()
     eventually("the command again", lambda: lines(begun) == ["10", "10"])
     for iteration in (20, 30):
         assert again.save(iteration).error is None, "no save waits for the command"
@@ -166,7 +167,9 @@ def test_a_second_sigterm_ends_the_command_and_keeps_its_mark(
 
 def test_a_run_without_the_command_forgets_the_marks_of_former_ones(node: Node, root: Path) -> None:
     run = killed_in_command(node, root)
-    node.trainer(root).open_run(Save(10, save_name(run.name, 1)), run.ancestors)
+    trainer = node.trainer(root)
+    trainer.open_run(Save(10, save_name(run.name, 1)), run.ancestors)
+    trainer.make_slab()
     eventually("no mark", lambda: not marks(root))
     assert stored(root, 10).manifest.iteration == 10
 

@@ -88,6 +88,6 @@ def test_a_stage_without_embedding_lists_the_group_without_weight_decay_first() 
     tensors = by_kind(made.tensors)
     first = []
     for model in rank_models(args):
-        state = legacy_optimizer.of_rank(model, made, tensors, experts=False).state
+        state, _ = legacy_optimizer.of_rank(model, made, tensors, experts=False)
         first.append([group["wd_mult"] for group in state["optimizer"]["param_groups"]])
     assert first == [[1.0, 0.0], [0.0, 1.0]]

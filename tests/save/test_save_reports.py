@@ -91,7 +91,7 @@ def test_only_rank_0_says_once_that_a_save_waits_for_a_slot(
 ) -> None:
     for rank in range(3):
         answers = iter([-1, -1, -1, 1])
-        client = SimpleNamespace(acquire=lambda: next(answers))  # noqa: B023
+        client = SimpleNamespace(acquire=lambda *_: next(answers))  # noqa: B023
         link: Any = SimpleNamespace(client=lambda: client)  # noqa: B023
         saves: Any = SimpleNamespace(poll=list, put_back=lambda outcomes: None)
         slots = SlotAcquisition("/ckpt", rank, 3, Config(), link, saves)

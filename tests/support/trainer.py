@@ -285,8 +285,7 @@ class FakeTrainer:
             )
         )
         if self.slab is None:
-            self.slab = Slab.create(self.slots, len(meta) + 4096, layout.nbytes, str(self.rank))
-            self.client.attach(self.slab)
+            self.make_slab(len(meta))
         index = self.client.acquire(wait_s)
         if index < 0:
             return None
@@ -294,6 +293,12 @@ class FakeTrainer:
         slot.set_header(SlotHeader(SlotState.STAGING, iteration, save_id, len(meta), layout.nbytes))
         slot.set_meta(meta)
         return slot
+
+    def make_slab(self, meta_nbytes: int = 4096) -> None:
+        """Make a slab with room for descriptions, and hand it to the agent, before a first save."""
+        nbytes = meta_nbytes + 4096
+        self.slab = Slab.create(self.slots, nbytes, self.layout.nbytes, str(self.rank))
+        self.attach()
 
     def fill(self, slot: Slot, data: bytes) -> None:
         """Copy all of `data` into a slot that `begin` returned."""
