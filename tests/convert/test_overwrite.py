@@ -149,6 +149,11 @@ def test_a_destination_next_to_the_source_is_accepted(tmp_path: Path, save: Path
     assert snapshot(save) == before
 
 
+def test_a_link_that_leads_to_itself_lies_in_no_destination(tmp_path: Path, save: Path) -> None:
+    (save / DIRECTORY / "loop").symlink_to("loop")
+    assert convert(save, tmp_path / "to", "torch_dist") == 0
+
+
 # ---------------------------------------------------------------------- replaced exports
 
 

@@ -43,7 +43,8 @@ def refuse_overlap(root: Path, checkpoint: Path, destination: Path) -> None:
     """
     links = (path for path in checkpoint.rglob("*") if path.is_symlink())
     for source in (root, checkpoint, *links):
-        relation = _relation(destination.resolve(), source.resolve())
+        # A link may lead to itself, which `Path.resolve` raises as a RuntimeError.
+        relation = _relation(Path(os.path.realpath(destination)), Path(os.path.realpath(source)))
         if relation is not None:
             raise ConfigError(
                 f"{destination}: {relation} the source {source}; nothing was changed; name a "
