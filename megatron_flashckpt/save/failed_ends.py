@@ -1,13 +1,16 @@
 """Ends of saves that lack this rank's part, which the rank creates for the agents of all nodes.
 
 Those agents otherwise wait for the part until `commit_timeout_s`. The rank needs no agent for it:
-an agent that it tells may be killed before it has created the end.
+an agent that it tells may be killed before it has created the end. A part that storage has a record
+of is not missing: the save may become a checkpoint, though this rank's agent is gone.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 
+from megatron_flashckpt.agent.proposals import is_recorded
 from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.catalog.directory import check_run_is_known
 from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError
@@ -31,7 +34,7 @@ class FailedEnds:
         self._worker = Worker("flashckpt-failed-ends", f"rank {rank}: no end of a failed save")
 
     def create(self, iteration: int, save_id: str, reason: str) -> None:
-        """Create the end of a save that lacks this rank's part, for whatever `reason`, soon."""
+        """Create the end of a save, soon, for whatever `reason`, if it lacks this rank's part."""
         self._worker.add(lambda: self._create(iteration, save_id, reason))
 
     def wait(self) -> None:
@@ -46,7 +49,8 @@ class FailedEnds:
         name = f"{iteration_dir(iteration)}/{end_name(save_id)}"
         try:
             store.with_retries(lambda: check_run_is_known(directory, save_id))
-            store.create(name, encode_failure(failure))
+            if not is_recorded(store, iteration, save_id, self._rank, sys.maxsize):
+                store.create(name, encode_failure(failure))
         except AlreadyExistsError:  # the save has ended without this rank
             pass
         except (FlashCkptError, OSError) as error:

@@ -153,6 +153,11 @@ class NodeLink:
             self._ensure(nbytes, plan_nbytes + FIRST_META)
 
     @property
+    def commit_timeout_s(self) -> float:
+        """Seconds after which every node has proposed an end of a save."""
+        return self._config.agent.commit_timeout_s
+
+    @property
     def is_preparing(self) -> bool:
         """True while background work runs; the next request would wait for it."""
         return self._background.is_busy

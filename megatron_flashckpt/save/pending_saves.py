@@ -1,8 +1,8 @@
 """One rank's pending saves, and the sources of their outcomes.
 
 The agent reports the outcome of a save. This rank itself concludes a save if planning,
-the slot or a copy failed, or if the agent's successor has neither the slot nor the checkpoint. If
-no agent will report an outcome, this rank reads storage and concludes the save.
+the slot or a copy failed. If no agent will report an outcome, for example because the agent's
+successor has not got the slot, this rank proposes that the save failed, and reads its end.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from megatron_flashckpt.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which storage is asked about a save while it reports errors that may pass: as long as
-#: a read of a load is retried. Attempts are this far apart, one per poll at most.
-_ANSWER_S, _ASK_AGAIN_S = 30.0, 1.0
+#: Seconds between the first two attempts to read the end of a save, in one poll each; later pauses
+#: are a tenth of the past wait longer, because training waits for each attempt.
+_ASK_AGAIN_S = 1.0
 
 
 class _Unanswered(NamedTuple):
-    """A save whose result is in storage, which has reported an error that may pass."""
+    """A save whose end decides, and storage has not told it yet."""
 
     otherwise: str
     """Error of the save if it was not committed."""
     since: float
-    """Time of the first error; `time.monotonic`."""
+    """Time of the first attempt; `time.monotonic`."""
     again_at: float
 
 
@@ -69,7 +69,7 @@ class PendingSaves:
         #: Saves whose agent is gone, and the error; the successor may have adopted them.
         self._orphaned: dict[str, int] = {}
         self._loss = ""
-        #: Saves that storage could not be asked about, and errors if they were not committed.
+        #: Saves whose end storage has not told yet.
         self._unanswered: dict[str, _Unanswered] = {}
         self._ends = FailedEnds(root, rank)
         self._failed_copies: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
@@ -97,7 +97,7 @@ class PendingSaves:
         self._handed_over.add(save_id)
 
     def fail(self, iteration: int, save_id: str, reason: str) -> None:
-        """Conclude a save in which this rank takes no part, here and for the other ranks."""
+        """Conclude a save that no agent has got, here and for the other ranks."""
         self._open.pop(save_id, None)
         failed = (self._rank,)
         self._unreported.append(Outcome(iteration, save_id, reason, 0.0, failed_ranks=failed))
@@ -265,32 +265,38 @@ class PendingSaves:
     def _conclude(self, save_id: str, otherwise: str) -> None:
         """Conclude an open save by its end or history; without both, by error `otherwise`.
 
-        If storage reports an error that may pass, the save stays open, and `process_failures`
-        asks again.
+        A save without an end is called off first, and the end decides. Until storage tells it, the
+        save stays open, and `process_failures` asks again.
         """
-        iteration, former = self._open[save_id], self._unanswered.get(save_id)
-        now = time.monotonic()
+        iteration, now = self._open[save_id], time.monotonic()
+        former = self._unanswered.get(save_id)
         if former is not None and now < former.again_at:
             return
+        asked = former or _Unanswered(otherwise, now, now)
+        is_called_off = save_id not in self._not_called_off
+        may_end = is_called_off
+        doubt = "; another node may still commit it" if is_called_off else ""
         try:
             outcome = self._stored_outcome(iteration, save_id)
-        except OSError as error:
-            since = former.since if former is not None else now
-            if now - since < _ANSWER_S:
-                again_at = time.monotonic() + _ASK_AGAIN_S
-                self._unanswered[save_id] = _Unanswered(otherwise, since, again_at)
-                if former is None:
-                    logger.warning("rank %d: asking storage again: %s", self._rank, error)
+        except (FlashCkptError, OSError) as error:
+            outcome, doubt = None, f"; it may still have been committed: {error}"
+            may_end = may_pass(error)
+            if former is None and may_end:
+                logger.warning("rank %d: asking storage again: %s", self._rank, error)
+        if outcome is None:
+            if former is None and is_called_off:
+                if self._link.current is None:
+                    self._link.withdraw(save_id)
+                self._ends.create(iteration, save_id, otherwise)
+            waited_s = now - asked.since
+            if may_end and waited_s < self._link.commit_timeout_s:
+                again_at = time.monotonic() + _ASK_AGAIN_S + waited_s / 10
+                self._unanswered[save_id] = asked._replace(again_at=again_at)
                 return
-            outcome = None
-            otherwise = f"{otherwise}; it may still have been committed: {error}"
-        if outcome is None or outcome.error is not None:
-            if self._link.current is None:
-                self._link.withdraw(save_id)
-            self.fail(iteration, save_id, otherwise if outcome is None else str(outcome.error))
-            return
+            outcome = Outcome(iteration, save_id, asked.otherwise + doubt, 0.0)
         del self._open[save_id]
-        self._unreported.append(outcome)
+        failed = (self._rank,) if outcome.error is not None else ()
+        self._unreported.append(msgspec.structs.replace(outcome, failed_ranks=failed))
 
     def close(self) -> None:
         """Return when the other nodes can know of all failures, or after a bounded wait."""
@@ -301,7 +307,8 @@ class PendingSaves:
         """Return the outcome that storage tells; None if it knows of none.
 
         Raises:
-            OSError: storage reports an error that may pass.
+            FlashCkptError: storage cannot tell.
+            OSError: as before.
         """
         store = open_store(self._root)
         name = f"{iteration_dir(iteration)}/{end_name(save_id)}"
@@ -319,8 +326,4 @@ class PendingSaves:
             if past is not None:
                 return msgspec.structs.replace(outcome, error=past.error)
             check_run_is_known(store, save_id)
-            return None
-        except FlashCkptError as error:
-            if may_pass(error):
-                raise
             return None

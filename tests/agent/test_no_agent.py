@@ -108,7 +108,7 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     other.stage(1, save_id)
     refuse(monkeypatch)
     lonely.kill_agent()
-    assert lonely.failure() == "no agent answered"
+    assert lonely.failure() == f"rank {lonely.rank}: no agent answered", "what the end says"
     error = other.outcome(SOON_S).error or ""
     assert error.startswith(f"rank {lonely.rank}: ")
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
@@ -158,6 +158,27 @@ def test_a_part_is_called_off_only_in_the_directory_of_its_run(root: Path) -> No
     eventually("the end of the save", end.exists)
     ends.wait()
     assert decode_failure(end.read_bytes()).is_final, "no later attempt has the part"
+
+
+def test_a_save_is_not_called_off_if_storage_has_the_part(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent has died, and another one may still commit the save."""
+    rank, save_id, store = Rank(node, root, 1), new_save_id(), PosixStore(root)
+    rank.stage(5, save_id)
+    rank.saves.handed_over(save_id)
+    record = file_names.record_name(range(2), save_id)
+    store.create(f"{file_names.iteration_dir(5)}/{record}", b"")
+    refuse(monkeypatch)
+    monkeypatch.setattr(pending_saves, "_ASK_AGAIN_S", 0.01)
+    rank.kill_agent()
+    for _ in range(20):
+        assert rank.saves.poll() == []
+        time.sleep(0.05)
+    store.create(END.format(save_id), seal(b"{}"))
+    (outcome,) = eventually("a result of the save", rank.saves.poll)
+    assert (outcome.save_id, outcome.error) == (save_id, None)
+    rank.close()
 
 
 @pytest.fixture
@@ -219,7 +240,7 @@ def test_an_end_that_stays_unreadable_ends_the_wait(
     storage = Troubled(root)
     storage.errors = 10**9
     monkeypatch.setattr(pending_saves, "open_store", lambda _: storage)
-    monkeypatch.setattr(pending_saves, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(NodeLink, "commit_timeout_s", 0.3)
     error = rank.failure()
     assert error.startswith("no agent answered; it may still have been committed: ")
     assert error.endswith(f"{END.format(save_id)}: Stale file handle")
