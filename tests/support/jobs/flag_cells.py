@@ -29,6 +29,7 @@ import contextlib
 import functools
 import gc
 import io
+import json
 import logging
 import os
 import signal
@@ -66,7 +67,6 @@ from megatron_flashckpt.save.stager import Stager
 from scripts import pretrain_gpt_tiny as tiny
 from tests.support import cheap_stock
 from tests.support.jobs import token_prediction
-from tests.support.jobs.traces import trace
 from tests.support.megatron_jobs import truncated_copy
 
 RANK = int(os.environ["RANK"])
@@ -82,6 +82,11 @@ HOOKS = (
     (wandb_utils, "on_save_checkpoint_success"),
     (wandb_utils, "on_load_checkpoint_success"),
 )
+
+
+def trace(**event: Any) -> None:
+    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
+        print(json.dumps(event), file=file)
 
 
 def use(entry_point: str) -> None:
