@@ -109,6 +109,21 @@ def gather_named(named: Iterable[int]) -> tuple[list[int], bool]:
     return askers, is_any
 
 
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """Return the `value` of rank `source`. Collective."""
+    if not dist.is_initialized():
+        return value
+    is_source = dist.get_rank() == source
+    own = pickle.dumps(value) if is_source else b""
+    head = _broadcast(_head(own, _HEAD_NBYTES), source)
+    length = _length(head)
+    if length <= _HEAD_NBYTES - _LENGTH_NBYTES:
+        body = head[_LENGTH_NBYTES:]
+    else:
+        body = _broadcast_by_parts(own if is_source else bytes(length), source)
+    return value if is_source else pickle.loads(body[:length])
+
+
 def exchange_blobs(lengths: Sequence[int], own: Mapping[int, bytes], group: Group = None) -> bytes:
     """Return the concatenation of all blobs, each contributed by one rank. Collective.
 
@@ -145,6 +160,14 @@ def _gathered_by_parts(own: bytes, lengths: list[int], group: Group) -> list[mem
     return [memoryview(body) for body in bodies]
 
 
+def _broadcast_by_parts(own: bytes, source: int) -> memoryview:
+    """Return the bytes of rank `source`; `own` has the same length on every rank. Collective."""
+    body = bytearray()
+    for start in range(0, len(own), PART_NBYTES):
+        body += _broadcast(own[start : start + PART_NBYTES], source)
+    return memoryview(body)
+
+
 def _head(encoded: bytes, nbytes: int) -> bytes:
     """Return the length of `encoded`, and `encoded` itself if both fit into `nbytes` bytes."""
     room = nbytes - _LENGTH_NBYTES
@@ -171,6 +194,13 @@ def _gather_single(received: torch.Tensor, sent: torch.Tensor, group: Group) -> 
     # torch 2.13 renamed the function; the old name warns at every call.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     getattr(dist, name)(received, sent, group=group)
+
+
+def _broadcast(own: bytes, source: int) -> memoryview:
+    sent = _on_device(own, None)
+    dist.broadcast(sent, src=source)
+    received: memoryview = sent.cpu().numpy().data
+    return received
 
 
 def _on_device(encoded: bytes, group: Group) -> torch.Tensor:
@@ -234,8 +264,11 @@ def run_and_gather(work: Callable[[], tuple[_T, _S]]) -> tuple[_T, list[_S]]:
 
 def run_on_rank_0(work: Callable[[], _T]) -> _T:
     """Run `work()` on rank 0; return its result, or raise its error, on all ranks. Collective."""
-    _, results = run_and_gather(lambda: (None, work() if this_rank() == 0 else None))
-    return results[0]  # type: ignore[return-value]
+    tried: Attempt[_T] = attempt(work) if this_rank() == 0 else Attempt(None, None)
+    # Not a gather: a manifest may have hundreds of megabytes.
+    value, report = broadcast_object((tried.value, tried.report))
+    raise_agreed([report], tried.error)
+    return value  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)

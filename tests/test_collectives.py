@@ -65,19 +65,19 @@ BOUND = 3 * 4096
 def largest_collective(call: Callable[[], Any]) -> int:
     """Return the most bytes that one collective of `call()` held, sent and received together."""
     held = [0]
-    all_gather, all_reduce = getattr(dist, GATHER), dist.all_reduce
+    all_gather, broadcast = getattr(dist, GATHER), dist.broadcast
 
     def noted_gather(received: torch.Tensor, sent: torch.Tensor, **kwargs: Any) -> None:
         held.append(received.nbytes)
         all_gather(received, sent, **kwargs)
 
-    def noted_reduce(reduced: torch.Tensor, *args: Any) -> None:
-        held.append(reduced.nbytes)
-        all_reduce(reduced, *args)
+    def noted_broadcast(sent: torch.Tensor, **kwargs: Any) -> None:
+        held.append(sent.nbytes)
+        broadcast(sent, **kwargs)
 
     with (
         mock.patch.object(dist, GATHER, noted_gather),
-        mock.patch.object(dist, "all_reduce", noted_reduce),
+        mock.patch.object(dist, "broadcast", noted_broadcast),
     ):
         call()
     return max(held)
