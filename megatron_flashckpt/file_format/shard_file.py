@@ -167,11 +167,12 @@ def decode_header(
     Args:
         header: length prefix and JSON, `header_nbytes` bytes.
         place: file name for messages.
-        expected: the tensors that the manifest says the file has. None: the tensors are not
-            checked, because only the save or the digests are wanted.
+        expected: the tensors that the manifest says the file has. None: the header is not compared,
+            because only the save or the digests are wanted.
 
     Raises:
-        CorruptCheckpointError: not JSON, not a flashckpt shard, or not the expected tensors.
+        CorruptCheckpointError: not JSON, not a flashckpt shard, contradicting itself, or not the
+            expected tensors.
         FormatVersionError: written by a newer release.
     """
     try:
@@ -187,11 +188,11 @@ def decode_header(
         raise CorruptCheckpointError(
             f"{place}: header is not that of a flashckpt shard ({error}); {OLDER}"
         ) from error
+    nbytes = _contiguous_nbytes(tensors, metadata, place)
     if expected is not None and not _matches(tensors, metadata, *expected):
         raise CorruptCheckpointError(
             f"{place}: its pieces differ from those in the manifest; {OLDER}"
         )
-    nbytes = max((entry.data_offsets[1] for entry in tensors.values()), default=0)
     digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
     if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(nbytes):
         raise CorruptCheckpointError(
@@ -199,6 +200,25 @@ def decode_header(
             f"{nbytes} bytes of data; {OLDER}"
         )
     return Shard(metadata, digests, len(header), nbytes)
+
+
+def _contiguous_nbytes(tensors: dict[str, _Entry], metadata: ShardMetadata, place: str) -> int:
+    """Return the bytes of the tensors.
+
+    Raises:
+        CorruptCheckpointError: they do not lie one behind the other, or lack a geometry.
+    """
+    position = 0
+    is_sound = len(tensors) == len(metadata.pieces)
+    for entry in tensors.values():
+        start, end = entry.data_offsets
+        is_sound &= start == position <= end
+        position = end
+    if not is_sound:
+        raise CorruptCheckpointError(
+            f"{place}: header is not that of a flashckpt shard (it contradicts itself); {OLDER}"
+        )
+    return position
 
 
 def _matches(
