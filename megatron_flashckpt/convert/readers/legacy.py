@@ -303,7 +303,18 @@ def _has_optimizer(rank: RankFiles) -> bool:
 
 
 def merged_groups(ranks: list[RankFiles]) -> list[dict[str, Any]]:
-    """Return the param groups, steps and scalers of all ranks, each once."""
+    """Return the param groups, steps and scalers of all ranks, each once.
+
+    Raises:
+        CorruptCheckpointError: an optimizer has no param groups.
+    """
+    for rank in ranks:
+        states = legacy_optimizer.listed(rank.state["optimizer"])
+        if not all("param_groups" in state.get("optimizer", state) for state in states):
+            raise CorruptCheckpointError(
+                f"{rank.directory / MODEL_FILE}: its optimizer has no param groups; "
+                f"{remedy_for(rank.directory)}"
+            )
     return hyper_parameters.merge(
         [legacy_optimizer.hyper_parameters(rank.state["optimizer"]) for rank in ranks]
     )

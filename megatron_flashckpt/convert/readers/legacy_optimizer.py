@@ -41,7 +41,7 @@ def distributed(
         CorruptCheckpointError: the buffers belong to another model, or contradict the weights.
     """
     subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
-    states = _listed(stored)
+    states = listed(stored)
     _refuse_another_count(states, subs, place)
     parts: list[Part] = []
     for chunks, state in zip(subs, states, strict=True):
@@ -144,8 +144,8 @@ def plain(
     """
     parts: list[Part] = []
     subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
-    _refuse_another_count(_listed(saved), subs, place)
-    for chunks, saved_state in zip(subs, _listed(saved), strict=True):
+    _refuse_another_count(listed(saved), subs, place)
+    for chunks, saved_state in zip(subs, listed(saved), strict=True):
         inner = saved_state.get("optimizer", saved_state)
         held = list(_of_parameters(chunks, weights, args, inner, saved_state, place))
         ddp_buckets.verify(
@@ -310,7 +310,7 @@ def grouped(
 
 def hyper_parameters(saved: Any) -> list[dict[str, Any]]:
     """Return groups, steps and scaler of `optimizer` in a rank's state dict, or in torch_dist's."""
-    return [_hyper_parameters(state) for state in _listed(saved)]
+    return [_hyper_parameters(state) for state in listed(saved)]
 
 
 def _hyper_parameters(saved: dict[str, Any]) -> dict[str, Any]:
@@ -339,6 +339,6 @@ def _hyper_parameters(saved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _listed(saved: Any) -> list[dict[str, Any]]:
+def listed(saved: Any) -> list[dict[str, Any]]:
     """Return the state dicts of sub-optimizers; Megatron saves a single one without a list."""
     return saved if isinstance(saved, list) else [saved]
