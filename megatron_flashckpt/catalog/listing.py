@@ -52,7 +52,6 @@ _SIZES = {
     "ep": "expert_model_parallel_size",
     "dp": "data_parallel_size",
 }
-#: Ranks or files that a message names, at most.
 _MAX_RANKS = 1 << 20
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.copies import CopyPlace, copy_kind, split
-from megatron_flashckpt.layout.dtypes import SIXTEEN_BIT
+from megatron_flashckpt.layout.dtypes import DERIVED_TYPES
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.template import Source, pieces_of
 
@@ -145,7 +145,7 @@ def _in_place_of_weights(weight: _Tensor, master: _Tensor) -> set[_Box]:
     A save that omits 16-bit weights omits all 16-bit weights of a key. Weights of other types, in
     other layers, have no masters.
     """
-    if not SIXTEEN_BIT.isdisjoint(set().union(*weight.dtypes.values())):
+    if not DERIVED_TYPES.isdisjoint(set().union(*weight.dtypes.values())):
         return set()
     return {box for box, dtypes in master.dtypes.items() if dtypes == {"F32"}}
 

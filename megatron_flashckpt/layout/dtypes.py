@@ -20,7 +20,7 @@ ITEMSIZE = {
     "F8_E5M2": 1,
 }
 #: Types of weights that a load can derive from their fp32 masters (`weights: derive`).
-SIXTEEN_BIT = frozenset(("BF16", "F16"))
+DERIVED_TYPES = frozenset(("BF16", "F16"))
 
 
 def itemsize(dtype: str) -> int:

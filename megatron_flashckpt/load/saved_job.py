@@ -14,7 +14,7 @@ import torch
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import AXES, CopyPlace, is_copy, place_of
-from megatron_flashckpt.layout.dtypes import SIXTEEN_BIT
+from megatron_flashckpt.layout.dtypes import DERIVED_TYPES
 from megatron_flashckpt.layout.exact_match import (
     NOTHING_STORED,
     StoredPieces,
@@ -136,7 +136,7 @@ class SavedJob:
             key
             for (kind, key), types in self.types.items()
             if (kind == MASTER and "F32" in types)
-            and SIXTEEN_BIT.isdisjoint(self.types.get((WEIGHT, key), ()))
+            and DERIVED_TYPES.isdisjoint(self.types.get((WEIGHT, key), ()))
             and numels[key] <= math.prod(shapes[key])
         }
 
