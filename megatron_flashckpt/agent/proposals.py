@@ -177,7 +177,8 @@ def is_recorded(store: Store, iteration: int, save_id: str, rank: int, world_siz
 
     Such a file must not be written again: the save may be a checkpoint by now.
     """
-    listed = [entry.name for entry in store.list(file_names.iteration_dir(iteration))]
+    directory = file_names.iteration_dir(iteration)
+    listed = [entry.name for entry in store.list(directory, sizes=False)]
     is_over = file_names.end_name(save_id) in listed
     return is_over or rank in file_names.ranks_with_record(listed, save_id, world_size)
 

@@ -54,30 +54,38 @@ class Worker:
         """Wait until all work so far is done; False after `within_s`: the work still goes on."""
         if self._last is None:
             return True
-        if self._thread is None and within_s != 0.0:
-            self._do_here()
+        if within_s != 0.0:
+            self._do_what_no_thread_does()
         return self._last.wait(within_s)
 
     def close(self, within_s: float | None = None) -> None:
         """Return when all work is done, or after `within_s`; then the work still goes on."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            self._do_here()
-        else:
+        if within_s != 0.0:
+            self._do_what_no_thread_does()
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is not None:
             self._work.put(None)
             thread.join(within_s)
 
-    def _do_here(self) -> None:
-        self._work.put(None)
-        self._run()
+    def _do_what_no_thread_does(self) -> None:
+        """Do the work here if no thread could be started for it."""
+        entries = []
+        with self._starting, contextlib.suppress(queue.Empty):
+            while self._thread is None and (entry := self._work.get_nowait()) is not None:
+                entries.append(entry)
+        for entry in entries:
+            self._do(*entry)
 
     def _run(self) -> None:
         while (entry := self._work.get()) is not None:
-            work, ended = entry
-            try:
-                work()
-            except Exception:  # otherwise all later work would be lost
-                logger.exception("%s", self._failure)
-            finally:
-                ended.set()
-            del entry, work  # an idle thread keeps nothing alive
+            self._do(*entry)
+            del entry  # an idle thread keeps nothing alive
+
+    def _do(self, work: Callable[[], object], ended: threading.Event) -> None:
+        try:
+            work()
+        except Exception:  # otherwise all later work would be lost
+            logger.exception("%s", self._failure)
+        finally:
+            ended.set()

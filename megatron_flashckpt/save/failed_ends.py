@@ -32,14 +32,16 @@ class FailedEnds:
         self._root = root
         self._rank = rank
         self._worker = Worker("flashckpt-failed-ends", f"rank {rank}: no end of a failed save")
+        self.untold: set[str] = set()
+        """Saves whose end storage has not taken, whatever was tried."""
 
     def create(self, iteration: int, save_id: str, reason: str) -> None:
         """Create the end of a save, soon, for whatever `reason`, if it lacks this rank's part."""
         self._worker.add(lambda: self._create(iteration, save_id, reason))
 
-    def wait(self) -> None:
-        """Wait until storage has taken all ends, at most `_WAIT_S` seconds."""
-        self._worker.wait(_WAIT_S)
+    def wait(self, within_s: float = _WAIT_S) -> None:
+        """Wait until storage has taken all ends, at most `within_s` seconds."""
+        self._worker.wait(within_s)
 
     def _create(self, iteration: int, save_id: str, reason: str) -> None:
         directory = open_store(self._root)
@@ -54,6 +56,7 @@ class FailedEnds:
         except AlreadyExistsError:  # the save has ended without this rank
             pass
         except (FlashCkptError, OSError) as error:
+            self.untold.add(save_id)
             logger.error(
                 "rank %d: other nodes do not learn that iteration %d failed, and wait for their "
                 "timeout: %s",

@@ -138,7 +138,8 @@ class PendingSaves:
         """
         self.process_failures()
         client = self._link.current
-        handed_over = self._handed_over & self._open.keys()
+        # The agent owes no outcome of a save whose end this rank waits for.
+        handed_over = self._handed_over & self._open.keys() - self._unanswered.keys()
         try:
             reply = self._ask_agent(0.0 if self._unreported else wait_s, len(handed_over))
         except AgentRefusedError as error:
@@ -152,7 +153,8 @@ class PendingSaves:
             if reply is not None:
                 self._note(reply, handed_over)
         outcomes, self._unreported = self._unreported, []
-        if self._unanswered and not outcomes:
+        if self._unanswered and not outcomes and wait_s:
+            self._ends.wait(wait_s)
             time.sleep(min(wait_s, _ASK_AGAIN_S))
         return outcomes
 
@@ -289,6 +291,7 @@ class PendingSaves:
                     self._link.withdraw(save_id)
                 self._ends.create(iteration, save_id, otherwise)
             waited_s = now - asked.since
+            may_end &= save_id not in self._ends.untold
             if may_end and waited_s < self._link.commit_timeout_s:
                 again_at = time.monotonic() + _ASK_AGAIN_S + waited_s / 10
                 self._unanswered[save_id] = asked._replace(again_at=again_at)
