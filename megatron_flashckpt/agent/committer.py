@@ -223,7 +223,9 @@ class Committer:
         except Exception as error:
             logger.exception("iteration %d", save.iteration)
             with self._node.changed:
-                self._conclude(save, Failure(failed=f"{type(error).__name__}: {error}"))
+                end = save.core.end  # a known one is final: only what follows it has failed
+                unknown = Failure(failed=f"{type(error).__name__}: {error}")
+                self._conclude(save, unknown if end is None else end.failure)
             return 0.0
 
     def _advance(self, save: PendingSave) -> float:

@@ -165,6 +165,8 @@ class Janitor:
         self._known_since: dict[tuple[Save, End], float] = {}
         #: What was logged since the start of the run.
         self._told: set[str] = set()
+        #: The last run after whose start the janitor has begun.
+        self._begun = ""
 
     def wait_at_least(self, deadline_s: float) -> None:
         """Keep ends for at least this long. Nodes of an earlier run may wait as long as before."""
@@ -177,8 +179,13 @@ class Janitor:
         self._worker.add(lambda: self.tidy(save))
 
     def after_start(self, store: Store, run: RunObject) -> None:
-        """Have the thread tidy up after an agreed load, in the agent of the run's rank 0."""
-        self._worker.add(lambda: self.tidy_after_start(store, run))
+        """Have the thread tidy up after an agreed load, in the agent of the run's rank 0.
+
+        Once per run: the rank may connect again, and get another slab.
+        """
+        if run.name != self._begun:
+            self._begun = run.name
+            self._worker.add(lambda: self.tidy_after_start(store, run))
 
     def close(self, within_s: float) -> None:
         """Return when all work is done, or after `within_s`."""

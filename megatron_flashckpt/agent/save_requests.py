@@ -130,7 +130,8 @@ class SaveRequests:
             asked = requests(self._node.store, run.name)
             with self._node.changed:
                 if self._node.run == run:
-                    self._node.save_at = first_after(asked, trained)
+                    # A rank with another slab has told no iteration yet.
+                    self._node.save_at = first_after(asked, max(trained, self._judged_until))
             self._end_missed(run.name, asked)
         except (FlashCkptError, OSError) as error:
             trouble = str(error)

@@ -7,7 +7,6 @@ import functools
 import logging
 import threading
 import time
-from typing import TypeVar
 
 import msgspec
 
@@ -45,8 +44,6 @@ logger = logging.getLogger(__name__)
 _WRITE_RETRIES_S = (0.5, 2.0, 8.0)
 #: Longest wait of a leaving agent for removals of failed saves.
 _END_S = 10.0
-
-_T = TypeVar("_T")
 
 
 class Saves:

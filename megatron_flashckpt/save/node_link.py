@@ -251,9 +251,10 @@ class NodeLink:
         """
         config = self._config
         alone = config.on_failure == "warn" and config.failures_in_a_row is None
-        if self.shared is None or config.busy == "skip" or not alone:
+        shared = self.shared  # the background may replace it
+        if shared is None or config.busy == "skip" or not alone:
             return False
-        signals = self.shared[1].signals
+        signals = shared[1].signals
         signals.trained = iteration
         return signals.save_at == iteration
 

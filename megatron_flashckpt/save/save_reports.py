@@ -19,7 +19,6 @@ from megatron_flashckpt.errors import first_few
 
 logger = logging.getLogger(__name__)
 
-#: Ranks that a message lists.
 #: Failed saves in a row from which on each report also says what is at risk.
 _ESCALATE = 2
 
