@@ -168,6 +168,22 @@ def test_an_error_in_one_save_ends_neither_the_driver_nor_the_wait_for_the_save(
     committer.close()
 
 
+def test_what_fails_after_a_known_end_changes_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = _Rank(RUN)
+    committer, save = pending(1, {0: rank}, RUN)
+    save.core.note(0.0, core.Ended(End.COMMITTED, is_durable=True))
+
+    def fail(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(committer, "_finish", fail)
+    monkeypatch.setattr(committer, "_counting_history", lambda _: None)
+    committer._advance_one(save)
+    assert [outcome.error for outcome in rank.told] == [None]
+
+
 def test_a_tracker_that_cannot_be_written_is_told_to_no_departed_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

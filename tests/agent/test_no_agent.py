@@ -60,7 +60,7 @@ class Rank:
 
     def failure(self) -> str:
         """Return the error of the only open save of this rank."""
-        (outcome,) = eventually("a result of the save", self.saves.poll)
+        (outcome,) = eventually("a result of the save", lambda: self.saves.poll(0.05))
         assert outcome.failed_ranks == (self.rank,)
         return outcome.error or ""
 
@@ -97,11 +97,20 @@ both_ranks = pytest.mark.parametrize("ranks", [0, 1], indirect=True)
 
 
 @both_ranks
+@pytest.mark.parametrize("has_thread", [True, False])
 def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
-    ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch, *, has_thread: bool
 ) -> None:
-    """No later save comes, and no other agent starts."""
+    """No later save comes, and no other agent starts; at the exit no thread starts either."""
     lonely, other = ranks
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "flashckpt-failed-ends" and not has_thread:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
     save_id = new_save_id()
     slot = lonely.stage(1, save_id)
     lonely.saves.handed_over(save_id)
