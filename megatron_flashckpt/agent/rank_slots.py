@@ -38,7 +38,7 @@ class SlotInfo:
     awaits_digests: bool = False
     """The digests are being computed, or read from storage: then the memory may have changed."""
     descriptor: SlotDescriptor | None = None
-    """What other nodes need to rebuild the slot, once it was read to be sent to them."""
+    """Description by which other nodes rebuild the slot; None until it was sent to them."""
     recovered: bool = False
     """The slot came from other nodes."""
     is_final: bool = False
