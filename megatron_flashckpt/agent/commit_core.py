@@ -56,8 +56,6 @@ class Durable:
     """A rank's shard is durable."""
 
     rank: int
-    is_recorded: bool = False
-    """True if a former agent has written the record, too; the rank `is_adopted`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,11 +286,9 @@ class CommitCore:
                 self._at_once(now)
             case Connected(ranks, gone):
                 self._connected, self._gone = ranks, gone
-            case Durable(rank, is_recorded):
+            case Durable(rank):
                 self.durable.add(rank)
-                if is_recorded:
-                    self._recorded.add(rank)
-                elif self._publish_by is None:
+                if self._publish_by is None:
                     shortest_s, longest_s = _PUBLISH_S
                     waited_s = (now - self.staged_at) / 4
                     self._publish_by = now + min(max(waited_s, shortest_s), longest_s)

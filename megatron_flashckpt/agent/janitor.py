@@ -340,9 +340,9 @@ class Janitor:
                 *(place, files.origin),
             )
             return math.inf
+        self._discard_unfinished(walk, files, newest, pending)
         if not files.saves and files.iteration < newest:
             return self._settle_emptied(walk, files)
-        self._discard_unfinished(walk, files, pending)
         # A directory without saves goes when the history has passed it.
         again_at = math.inf if files.saves else 0.0
         for save_id, of_save in files.saves.items():
@@ -383,15 +383,25 @@ class Janitor:
         elif self._commands is not None:
             self._commands.add(walk.store, save)
 
-    def _discard_unfinished(self, walk: _Pass, files: IterationFiles, pending: set[str]) -> None:
-        """Delete what killed agents have left of names of saves that have an end."""
-        ended = {save_id for save_id, of_save in files.saves.items() if of_save.end is not None}
-        ended -= pending
-        if ended:
-            walk.look()
-            walk.store.discard_unfinished(
-                files.directory, lambda name: file_names.save_of(name) in ended
-            )
+    def _discard_unfinished(
+        self, walk: _Pass, files: IterationFiles, newest: int, pending: set[str]
+    ) -> None:
+        """Delete what killed agents have left of names that nobody needs any more.
+
+        A dead save may have no other name. No checkpoint is made of unfinished names, so these need
+        no end first.
+        """
+
+        def is_dead(name: str) -> bool:
+            save_id = file_names.save_of(name)
+            if save_id is None or save_id in pending or walk.is_later(save_id):
+                return False
+            of_save = files.saves.get(save_id)
+            has_end = of_save is not None and of_save.end is not None
+            return has_end or walk.is_dead(Save(files.iteration, save_id), newest)
+
+        walk.look()
+        walk.store.discard_unfinished(files.directory, is_dead)
 
     def _end_and_clear_one(self, walk: _Pass, files: IterationFiles, of_save: SaveFiles) -> float:
         """Delete the files of a save that is not committed; return the time of the next look."""

@@ -16,7 +16,7 @@ from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.digester import Digester
 from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.proposals import is_recorded
+from megatron_flashckpt.agent.proposals import look
 from megatron_flashckpt.agent.rank_slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.shard_writer import (
@@ -34,7 +34,8 @@ from megatron_flashckpt.errors import (
     shown_error,
 )
 from megatron_flashckpt.failpoints import hit
-from megatron_flashckpt.file_format.end import Failure
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.end import End, Failure
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.tracing import phase
 
@@ -181,7 +182,7 @@ class Saves:
     ) -> None:
         digests = None
         try:
-            digests = stored_digests(self._node.store, header, number)
+            digests = stored_digests(self._node.store, header.iteration, header.save_id, number)
         except (FlashCkptError, OSError) as error:  # retention may have removed the checkpoint
             logger.info("rank %d: no digests of iteration %d: %s", number, header.iteration, error)
         finally:
@@ -236,11 +237,15 @@ class Saves:
             self._keep_local(*to_copy)
         started = time.monotonic()
         try:
-            shard = self._made_durable_with_retries(number, slot, header, info, save)
-            if shard is not None:
+            made = self._made_durable_with_retries(number, slot, header, info, save)
+            if isinstance(made, DurableShard):
                 with self._node.changed:
-                    info.digests = shard.digests or info.digests
-                seen = core.Durable(number, is_recorded=shard.record is None)
+                    info.digests = made.digests
+                shard, seen = made, core.Durable(number)
+            elif made is not None:
+                if made.end is End.COMMITTED:
+                    self._look_up_digests(number, slots, header, info)
+                seen = made
         except Exception as failure:  # any failure must be reported to the trainers
             seen = core.GivenUp(Failure(failed=shown_error(failure), lasts=will_last(failure)))
             # If the save is over, this agent may have removed the file under the writer.
@@ -255,15 +260,14 @@ class Saves:
             self._keep_local(*to_copy)
         with self._node.changed:
             info.persisting = False
-            if shard is not None and shard.record is not None:
-                save.records[number] = shard.record
             if shard is not None:
+                save.records[number] = shard.record
                 logger.info(
                     "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",
                     *(number, save.iteration, header.data_nbytes, seconds),
                     header.data_nbytes / 1e9 / max(seconds, 1e-9),
                 )
-            elif seen is not None:
+            elif isinstance(seen, core.GivenUp):
                 save.failed.add(number)
             if seen is not None:
                 self._committer.note(save, seen)
@@ -274,7 +278,7 @@ class Saves:
 
     def _made_durable_with_retries(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
-    ) -> DurableShard | None:
+    ) -> DurableShard | core.Ended | None:
         """Return what `_made_durable` returns, repeated after errors that may pass."""
         for pause_s in _WRITE_RETRIES_S:
             try:
@@ -288,24 +292,21 @@ class Saves:
 
     def _made_durable(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
-    ) -> DurableShard | None:
-        """Return a shard once it is durable, without a record if a former agent has written it.
+    ) -> DurableShard | core.Ended | None:
+        """Return a shard once it is durable, whoever has written it.
 
-        Returns None if the save ended before this thread was free to write the shard. May be
-        repeated after an error.
+        Returns the end of a save that has ended under a former agent, and None if the save ended
+        before this thread was free to write the shard. May be repeated after an error.
         """
         if self._committer.is_over(save):
             logger.info("rank %d: iteration %d is not written any more", number, save.iteration)
             return None
         store, meta, save_id = save.store, save.metas[number], save.save_id
-        if info.inherited and is_recorded(store, save.iteration, save_id, number, meta.world_size):
-            # Digests from storage, because the slot may have changed since it was written.
-            try:
-                digests = stored_digests(store, header, number)
-            except (CorruptCheckpointError, FileNotFoundError) as error:
-                logger.warning("rank %d: its durable shard is damaged: %s", number, error)
-                digests = ()
-            return DurableShard(None, digests)
+        if info.inherited:
+            if (ended := look(store, save.iteration, save_id)) is not None:
+                return ended
+            own = file_names.shard_name(number, save_id)
+            store.discard_unfinished(save.directory, lambda name: name == own)
         cost, flow = save.costs.get(number), self._node.flow
         traced = self._node.traces.recording(save.iteration, save_id, number)
         with traced, phase("persist"):

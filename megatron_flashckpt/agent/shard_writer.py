@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import contextvars
+import errno
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -14,7 +15,13 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.agent.write_limits import Flow
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import (
+    AlreadyExistsError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    LayoutError,
+    StorageError,
+)
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items
 from megatron_flashckpt.file_format.file_names import iteration_dir, shard_name
@@ -36,10 +43,9 @@ from megatron_flashckpt.tracing import phase
 class DurableShard(NamedTuple):
     """A durable shard with its commit record and digests."""
 
-    record: CommitRecord | None
-    """Commit record; None if it is in storage already."""
+    record: CommitRecord
     digests: tuple[str, ...]
-    """Empty if a former agent has written the shard and its digests cannot be read."""
+    """Of the chunks in storage; the slot may have changed since a former agent wrote them."""
 
 
 def slot_shard(
@@ -51,7 +57,7 @@ def slot_shard(
     flow: Flow | None = None,
     known: Callable[[], tuple[str, ...] | None] = lambda: None,
 ) -> DurableShard:
-    """Make the slot's shard durable.
+    """Make the slot's shard durable, unless it is: then return what is stored.
 
     Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
 
@@ -60,8 +66,9 @@ def slot_shard(
         known: returns the digests of all chunks if the slot has been read before.
 
     Raises:
-        StorageError: the attempt's file is removed.
-        CorruptCheckpointError: the slot changed between both readings; the file is removed.
+        StorageError: the attempt has left nothing, or the whole shard.
+        CorruptCheckpointError: the slot changed between both readings, or something else has the
+            shard's name.
     """
     # Close the views even after an error: a slab cannot be freed while views of it exist.
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
@@ -71,9 +78,9 @@ def slot_shard(
         )
 
 
-def stored_digests(store: Store, header: SlotHeader, rank: int) -> tuple[str, ...]:
+def stored_digests(store: Store, iteration: int, save_id: str, rank: int) -> tuple[str, ...]:
     """Return the chunk digests of a durable shard."""
-    name = f"{iteration_dir(header.iteration)}/{shard_name(rank, header.save_id)}"
+    name = f"{iteration_dir(iteration)}/{shard_name(rank, save_id)}"
     place = f"{store.place}/{name}"
     nbytes = header_nbytes(store.get(name, 0, 8), place)
     return decode_header(store.get(name, 0, nbytes), place).digests
@@ -164,7 +171,10 @@ def durable_shard(
     known: Callable[[], tuple[str, ...] | None] = lambda: None,
     first: tuple[str, ...] | None = None,
 ) -> DurableShard:
-    """Make one rank's shard durable.
+    """Make one rank's shard durable, unless it is: then return what is stored.
+
+    A shard has its name once it is whole and durable, and is never written again: its save may be
+    a checkpoint by now, although this process does not see the record yet.
 
     Args:
         chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter. Each chunk is
@@ -172,14 +182,13 @@ def durable_shard(
         cost: timings of the save on this rank up to the staged slot, if they are known.
         known: returns the digests that the chunks must have, or None.
         first: digests that the chunks must have, to write the header before them; for a store that
-            sends in order, and shows a shard only when it is whole.
+            sends in order.
 
     Raises:
-        StorageError: the attempt's file is removed.
-        CorruptCheckpointError: the chunks have other digests; the file is removed.
+        StorageError: the attempt has left nothing, or the whole shard.
+        CorruptCheckpointError: the chunks have other digests, or something else has the shard's
+            name.
     """
-    directory = iteration_dir(iteration)
-
     undigested = encode_header(
         meta.template,
         meta.placement,
@@ -189,27 +198,34 @@ def durable_shard(
         world_size=meta.world_size,
         alignment=ALIGNMENT,
     )
-    data_offset = len(undigested)
-    nbytes = data_offset + meta.template.nbytes
-    writer = store.writer(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
-    hit("persist.created")
+    name = f"{iteration_dir(iteration)}/{shard_name(meta.rank, save_id)}"
+    nbytes = len(undigested) + meta.template.nbytes
+
+    def write() -> list[str]:
+        writer = store.writer(name, nbytes)
+        hit("persist.created")
+        try:
+            if first is not None:
+                writer.write_at(0, fill_in(undigested, list(first)))
+            digests = _write_chunks(writer, len(undigested), chunks, flow or Flow())
+            hit("persist.chunks")
+            _check_unchanged(digests, first or known(), meta.rank, iteration)
+            if first is None:
+                writer.write_at(0, fill_in(undigested, digests))
+            hit("persist.header")
+            with phase("fdatasync"):
+                writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        return digests
+
     try:
-        if first is not None:
-            writer.write_at(0, fill_in(undigested, list(first)))
-        digests = _write_chunks(writer, data_offset, chunks, flow or Flow())
-        hit("persist.chunks")
-        _check_unchanged(digests, first or known(), meta.rank, iteration)
-        encoded = fill_in(undigested, digests)
-        if first is None:
-            # After the data: a file cut short by a crash has no header, and is no shard.
-            writer.write_at(0, encoded)
-        hit("persist.header")
-        with phase("fdatasync"):
-            writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
+        digests = write()
+    except AlreadyExistsError:
+        digests = _found(store, name, undigested)
     hit("persist.durable")
+    encoded = fill_in(undigested, digests)
     record = CommitRecord(
         iteration=iteration,
         save_id=save_id,
@@ -226,3 +242,29 @@ def durable_shard(
         cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
     return DurableShard(record, tuple(digests))
+
+
+def _found(store: Store, name: str, undigested: bytes) -> list[str]:
+    """Return the digests of a shard that a former agent, or a former attempt, has written.
+
+    Raises:
+        StorageError: the name exists, but this node cannot read it yet.
+        CorruptCheckpointError: something else has the name.
+    """
+    place = f"{store.place}/{name}"
+    try:
+        head = store.get(name, 0, len(undigested))
+        digests = list(decode_header(head, place).digests)
+        is_own = head == fill_in(undigested, digests)
+    except FileNotFoundError as error:
+        raise StorageError(
+            errno.ESTALE, f"{place}: exists, but this node does not see it yet; try again"
+        ) from error
+    except (CorruptCheckpointError, FormatVersionError, LayoutError):
+        is_own = False
+    if not is_own:
+        raise CorruptCheckpointError(
+            f"{place}: has the name of a shard of this save, but is another file; move it away"
+        )
+    store.make_durable(name)
+    return digests

@@ -71,9 +71,9 @@ def of_a_save(
         # An upload begins and ends with a request of its own. A node creates one record; the
         # committing node puts five names and lists seven times.
         writes=ranks * (parts + 2) + nodes + 12,
-        # The committing node looks at each shard and reads each record; all nodes ask for the end
-        # four times at least, and read it.
-        reads=ranks + nodes * (9 + asked) + 4,
+        # Each rank's agent looks for its shard first. The committing node looks at each shard and
+        # reads each record; all nodes ask for the end four times at least, and read it.
+        reads=2 * ranks + nodes * (9 + asked) + 4,
     )
 
 

@@ -173,6 +173,10 @@ class ObjectStore:
 
     def writer(self, name: str, nbytes: int) -> ObjectWriter:
         self._check(name)
+        with contextlib.suppress(FileNotFoundError):
+            with self._errors(name, "look at"):
+                self._client.head(name)
+            raise AlreadyExistsError(errno.EEXIST, f"{self.place}/{name}: exists already")
 
         def upload(chunks: Iterator[bytes]) -> None:
             with self._errors(name, "write", writes=True):
@@ -183,7 +187,7 @@ class ObjectStore:
                     max_concurrency=_PARTS_AT_A_TIME,
                 )
 
-        return ObjectWriter(f"{self.place}/{name}", nbytes, upload, lambda: self.delete([name]))
+        return ObjectWriter(f"{self.place}/{name}", nbytes, upload)
 
     def delete(self, names: Iterable[str]) -> None:
         names = list(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import threading
 from collections.abc import Callable, Iterator
@@ -28,19 +27,16 @@ class ObjectWriter:
         place: str,
         nbytes: int,
         upload: Callable[[Iterator[bytes]], None],
-        remove: Callable[[], None],
     ) -> None:
         """Start the upload.
 
         Args:
             place: the object, for messages.
             upload: creates the object of the chunks that it is given, or nothing if these raise.
-            remove: deletes the object if it exists.
         """
         self._place = place
         self._nbytes = nbytes
         self._upload = upload
-        self._remove = remove
         self._changed = threading.Condition()
         #: Chunks that wait for the upload, by offset.
         self._waiting: dict[int, bytes] = {}
@@ -68,8 +64,6 @@ class ObjectWriter:
 
     def abandon(self) -> None:
         self._end("abandoned")
-        with contextlib.suppress(OSError):
-            self._remove()
 
     def _end(self, state: Literal["finished", "abandoned"]) -> None:
         with self._changed:

@@ -32,12 +32,14 @@ _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 if _fallocate is not None:
     _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 
-_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
+#: Suffix of the temporary name of a large file, whose writer cannot begin again at once.
+PART = ".part"
+_TEMPORARY = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}(?:\.tmp|{re.escape(PART)})")
 
 
-def temporary_name(name: str) -> str:
+def temporary_name(name: str, suffix: str = ".tmp") -> str:
     """Return a unique name under which file `name` is written until it is complete."""
-    return f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+    return f".{name}.{uuid.uuid4().hex[:8]}{suffix}"
 
 
 def parse_temporary_name(name: str) -> str | None:
@@ -104,6 +106,33 @@ def link_file(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
     hit("put.renamed")
+
+
+def name_whole_file(temporary: Path, path: Path) -> None:
+    """Give the whole file `temporary` the name `path`, which must not exist.
+
+    Without hard links, a file that gets the name in the same moment is replaced.
+
+    Raises:
+        FileExistsError: `path` exists; it is not changed.
+    """
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if not lacks_links(error):
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        temporary.rename(path)
+    else:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def lacks_links(error: OSError) -> bool:
+    """Return whether a hard link failed because the file system has none."""
+    # EPERM: Linux, for a file system without this operation.
+    return is_unsupported(error) or error.errno == errno.EPERM
 
 
 def write_new(path: Path, data: bytes) -> None:

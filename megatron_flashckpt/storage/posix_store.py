@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_flashckpt.error_classes import is_unsupported, may_pass
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.storage.advice import FILES
 from megatron_flashckpt.storage.direct_io import NEVER, DirectIo
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix_files import (
+    PART,
+    lacks_links,
     link_file,
     open_nofollow,
     parse_temporary_name,
@@ -45,7 +47,7 @@ class PosixStore:
     """See `storage.store.Store`. The root is made by the first write, and never again.
 
     Incomplete objects have temporary names, which `list` leaves out. Those of killed processes are
-    removed with their directory, when it holds nothing else.
+    removed with their directory, when it holds nothing else, but for large ones.
     """
 
     advice = FILES
@@ -147,9 +149,7 @@ class PosixStore:
             except FileExistsError:
                 raise
             except OSError as error:
-                # EPERM: Linux, for a file system without this operation.
-                is_missing = is_unsupported(error) or error.errno == errno.EPERM
-                if self._has_links or not is_missing:
+                if self._has_links or not lacks_links(error):
                     raise
         _decide(path, data)
         self._has_links = False
@@ -282,7 +282,10 @@ class PosixStore:
                 return None
 
     def _removed_empty(self, path: Path) -> bool:
-        """Remove a directory that has at most temporary names; return whether it is gone."""
+        """Remove a directory without objects; return whether it is gone.
+
+        A large object that is being written, or whose writer was killed, keeps the directory.
+        """
         with storage_errors(path, "delete"):
             if _rmdir(path):
                 return True
@@ -290,7 +293,7 @@ class PosixStore:
             with contextlib.suppress(FileNotFoundError), os.scandir(path) as scanned:
                 for entry in scanned:
                     # Ends at the first other name: thousands of nodes delete their own shards.
-                    if parse_temporary_name(entry.name) is None:
+                    if parse_temporary_name(entry.name) is None or entry.name.endswith(PART):
                         return False
                     temporaries.append(path / entry.name)
             for temporary in temporaries:

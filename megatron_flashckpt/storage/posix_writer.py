@@ -10,9 +10,17 @@ import threading
 from pathlib import Path
 
 from megatron_flashckpt.error_classes import is_unsupported
+from megatron_flashckpt.errors import AlreadyExistsError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, DirectIo, is_aligned
-from megatron_flashckpt.storage.posix_files import fallocate, storage_errors, sync_directory
+from megatron_flashckpt.storage.posix_files import (
+    PART,
+    fallocate,
+    name_whole_file,
+    storage_errors,
+    sync_directory,
+    temporary_name,
+)
 
 #: Bytes of a file that may collect in the page cache before they are sent to storage.
 _CACHED_NBYTES = 64 * 1024 * 1024
@@ -28,23 +36,23 @@ class PosixWriter:
 
     def __init__(self, path: Path, nbytes: int, direct_io: DirectIo) -> None:
         self._path = path
+        #: The file until it is whole: what others rely on is never open for writing.
+        self._temporary = path.with_name(temporary_name(path.name, PART))
         self._direct_fd = -1
         self._lock = threading.Lock()
         self._cached_nbytes = 0
         with storage_errors(path, "create", makes=True):
-            with contextlib.suppress(FileNotFoundError):
-                if stat.S_ISFIFO(os.lstat(path).st_mode):
-                    raise OSError(errno.ESPIPE, "is not a file")  # open(2) waits for a reader
-            # O_NOFOLLOW: a planted symbolic link must not redirect the write. The umask decides
-            # the mode, as for all other files.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._fd = os.open(path, flags, 0o666)
+            if _exists(path):
+                raise _already_exists(path)
+            # The umask decides the mode, as for all other files.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fd = os.open(self._temporary, flags, 0o666)
         try:
             with storage_errors(path, f"reserve its {nbytes} bytes"):
                 self._reserve(nbytes)
             with storage_errors(path, "open", makes=True):
-                self._file_system = direct_io.of(self._fd, path)
-                self._direct_fd = self._file_system.open(path)
+                self._file_system = direct_io.of(self._fd, self._temporary)
+                self._direct_fd = self._file_system.open(self._temporary)
         except OSError:
             self.abandon()
             raise
@@ -105,6 +113,10 @@ class PosixWriter:
             self._drop_cached()
             self._close()
             hit("file.synced")
+            try:
+                name_whole_file(self._temporary, self._path)
+            except FileExistsError as error:
+                raise _already_exists(self._path) from error
             sync_directory(self._path.parent)
 
     def _close(self) -> None:
@@ -128,7 +140,20 @@ class PosixWriter:
         with contextlib.suppress(OSError):
             self._close()
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            self._temporary.unlink()
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is a file of this name, before the bytes of another one are written."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISREG(os.lstat(path).st_mode):  # open(2) of a FIFO waits for a reader
+            # A network file system asks its server about the name.
+            os.close(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+    return os.path.lexists(path)
+
+
+def _already_exists(path: Path) -> AlreadyExistsError:
+    return AlreadyExistsError(errno.EEXIST, f"{path}: exists already")
 
 
 def _pwrite(fd: int, view: memoryview, offset: int) -> int:

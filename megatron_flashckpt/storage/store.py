@@ -52,16 +52,24 @@ class Pace(NamedTuple):
 
 
 class Writer(Protocol):
-    """One large object being written; its contents do not count before `finish` has returned."""
+    """One large object being written. It gets its name when it is whole."""
 
     def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
         """Write `chunk` at `offset`. Threads may write disjoint parts at the same time."""
 
     def finish(self) -> None:
-        """Return when every byte written and the name are durable."""
+        """Give the object its name, once every byte is durable; the name is durable, too, then.
+
+        If this call fails, the object may exist nevertheless, whole.
+
+        Raises:
+            AlreadyExistsError: the name exists, perhaps of an earlier attempt; it is not changed. A
+                bucket does not tell this of a name that has come since the start: a whole object
+                takes the place of another one.
+        """
 
     def abandon(self) -> None:
-        """Remove the object and free its space; never raises."""
+        """Free the space of what has no name yet; never raises."""
 
 
 class Store(Protocol):
@@ -81,10 +89,7 @@ class Store(Protocol):
 
     @property
     def in_order(self) -> bool:
-        """True: a writer keeps what is written behind a gap in memory until the gap is filled.
-
-        Then nothing is seen of an object before `Writer.finish`.
-        """
+        """True: a writer keeps what is written behind a gap in memory until the gap is filled."""
 
     def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Return `nbytes` from `offset` (default: all); fewer only at the end of the object."""
@@ -123,7 +128,12 @@ class Store(Protocol):
         """
 
     def writer(self, name: str, nbytes: int) -> Writer:
-        """Start writing an object of `nbytes`; an existing one of that name is replaced."""
+        """Start writing an object of `nbytes`.
+
+        Raises:
+            AlreadyExistsError: the name exists, whoever made it. The object is whole, but only
+                `make_durable` makes its name durable for this caller.
+        """
 
     def stat(self, name: str) -> Entry | None:
         """Return the entry of `name` without following a link; None if it is missing."""

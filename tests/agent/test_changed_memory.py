@@ -20,7 +20,7 @@ from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.load.slot_chunks import OfferedSlot
-from megatron_flashckpt.memory.slot import SlotHeader, SlotState
+from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
 from tests.agent.conftest import Node
@@ -86,9 +86,9 @@ def test_a_load_waits_for_digests_that_are_being_read_from_storage(
     flip(trainer, offer)
     may_read, read = threading.Event(), saves.stored_digests
 
-    def late(store: Store, header: SlotHeader, rank: int) -> tuple[str, ...]:
+    def late(store: Store, iteration: int, save_id: str, rank: int) -> tuple[str, ...]:
         may_read.wait(PATIENCE_S)
-        return read(store, header, rank)
+        return read(store, iteration, save_id, rank)
 
     monkeypatch.setattr(saves, "stored_digests", late)
     with agent_here(node, root):

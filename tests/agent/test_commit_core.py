@@ -32,7 +32,8 @@ def recorded(*ranks: int, world_size: int = 4) -> CommitCore:
     machine = node_with(world_size=world_size)
     for rank in ranks:
         machine.note(0.0, core.Joined(rank, is_adopted=True))
-        machine.note(0.0, core.Durable(rank, is_recorded=True))
+        machine.note(0.0, core.Durable(rank))
+    machine.note(0.0, core.Recorded(frozenset(ranks)))
     return machine
 
 

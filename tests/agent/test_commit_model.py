@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from types import SimpleNamespace
@@ -183,6 +184,10 @@ class Storage:
             self.first_end = None
         elif kind_of(self.names[END].data) is End.COMMITTED:
             self.check_whole(0)
+
+
+def abandon(storage: Storage, shard: str) -> None:
+    """Do what `Writer.abandon` does: a name that exists is not touched."""
 
 
 class _Pause(BaseException):
@@ -495,25 +500,28 @@ class Saves:
         if self.writing.get(rank) is not agent:
             if rank in agent.core.durable or agent.core.is_over or rank in self.lost:
                 return
-            if agent.is_adopter and proposals.is_recorded(
-                self.free(agent.number), ITERATION, SAVE, rank, WORLD
-            ):
-                agent.core.note(now, core.Durable(rank, is_recorded=True))
+            free = self.free(agent.number)
+            if agent.is_adopter and (end := proposals.look(free, ITERATION, SAVE)) is not None:
+                agent.has_read_end = True
+                agent.core.note(now, end)
                 return
             self.writing[rank] = agent
-            former = self.storage.names.get(SHARDS[rank])
-            is_durable = former is not None and former.is_durable and former.data == SHARD
-            self.storage.harmed.pop(SHARDS[rank], None)
-            self.storage.names[SHARDS[rank]] = Object(SHARD, now, agent.number, is_durable)
         if not finishes:
             return
         del self.writing[rank]
-        if SHARDS[rank] in self.storage.names:
-            self.storage.names[SHARDS[rank]].is_durable = True
+        if SHARDS[rank] not in self.storage.names:  # else a former agent has written it
+            self.storage.harmed.pop(SHARDS[rank], None)
+            self.storage.names[SHARDS[rank]] = Object(SHARD, now, agent.number)
+        self.storage.names[SHARDS[rank]].is_durable = True
         agent.save.records[rank] = RECORDS[rank]
         agent.core.note(now, core.Durable(rank))
         if agent.core.has_failed:
             janitor.remove_own(self.free(agent.number), ITERATION, SAVE, {rank})
+
+    def fail_to_write(self, rank: int) -> None:
+        """An error that passes ends the attempt, which is repeated."""
+        if self.writing.pop(rank, None) is not None:
+            abandon(self.storage, SHARDS[rank])
 
     def lose_part(self, rank: int) -> None:
         agent = self.agent_of(rank)
@@ -678,6 +686,7 @@ STEPS: dict[str, Draw] = {
 }
 FAULTS: dict[str, Draw] = {
     "trainers_end": lambda draw: (_node(draw),),
+    "fail_to_write": lambda draw: (_rank(draw),),
     "lose_part": lambda draw: (_rank(draw),),
     "give_up": lambda draw: (_node(draw),),
     "begin_or_end_outage": lambda draw: (_node(draw), _error(draw)),
@@ -783,6 +792,23 @@ def _does_not_read_back(store: Any, iteration: int, save_id: str, end: bytes) ->
 
 def _believes_the_records(*_: object) -> None:
     pass
+
+
+def test_an_agent_that_cannot_see_a_record_yet_leaves_its_shard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule: Schedule = [
+        ("begin", (("", 30.0), 1, None)),
+        ("write_shard", (3, True)),
+        ("go_on", (2, 9)),
+        ("replace_agent", (2, False)),
+        ("write_shard", (3, False)),
+        ("fail_to_write", (3,)),
+    ]
+    assert failure_of(schedule) is None
+    removes = lambda storage, shard: storage.delete([shard])  # noqa: E731
+    monkeypatch.setattr(sys.modules[__name__], "abandon", removes)
+    assert "was removed" in str(failure_of(schedule))
 
 
 _next, _note = CommitCore.next, CommitCore.note

@@ -43,7 +43,7 @@ def test_a_store_that_sends_in_order_gets_the_header_first(changes: bool) -> Non
         on_disk = slot_shard(MemoryStore(), slot, slot.header, slot.meta).digests
         assert first == on_disk
         if changes:
-            known = ("0" * 16, *first[1:])
+            store, known = InOrder(), ("0" * 16, *first[1:])
             with pytest.raises(CorruptCheckpointError, match="changed after it was digested"):
                 slot_shard(store, slot, slot.header, slot.meta, known=lambda: known)
             assert store.objects == {}

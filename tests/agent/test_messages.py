@@ -32,6 +32,7 @@ def test_a_save_is_not_lost_because_its_directory_is_away_for_a_moment(
         trainer.stage(1, save_id)
         eventually("the agent waits for the save", lambda: trainer.client.poll(0.2).pending)
         root.rename(away)
+        (away / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)).unlink()
         unblock()
     time.sleep(2.2)  # the agent looks at the path every 2 s
     away.rename(root)

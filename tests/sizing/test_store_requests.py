@@ -14,7 +14,7 @@ counted = functools.partial(of_a_save, ranks=8, longest_pause_s=5.0)
 
 def test_the_requests_of_a_save_grow_with_parts_nodes_and_time() -> None:
     first = counted(nodes=1, parts=3, waiting_s=0.0)
-    assert first == Requests(8 * 5 + 1 + 12, 8 + 9 + 4)
+    assert first == Requests(8 * 5 + 1 + 12, 16 + 9 + 4)
     assert counted(nodes=1, parts=4, waiting_s=0.0).writes == first.writes + 8
     assert counted(nodes=2, parts=3, waiting_s=0.0) == Requests(first.writes + 1, first.reads + 9)
     assert counted(nodes=2, parts=3, waiting_s=50.0).reads == first.reads + 9 + 2 * 10

@@ -36,13 +36,12 @@ class MemoryWriter:
         with self._store.lock:
             if self._data is None:
                 raise StorageError(errno.EBADF, f"{self._store.place}/{self._name}: is closed")
-            self._store.objects[self._name] = bytes(self._data)
+            self._store.create(self._name, self._data)
             self._data = None
 
     def abandon(self) -> None:
         with self._store.lock:
             self._data = None
-            self._store.objects.pop(self._name, None)
 
 
 class MemoryStore:
@@ -97,6 +96,8 @@ class MemoryStore:
 
     def writer(self, name: str, nbytes: int) -> MemoryWriter:
         check_name(name, self.place)
+        if name in self.objects:
+            raise AlreadyExistsError(errno.EEXIST, f"{self.place}/{name}: exists already")
         return MemoryWriter(self, name, nbytes)
 
     def stat(self, name: str) -> Entry | None:

@@ -431,22 +431,27 @@ class TrainerProcess:
 
 @contextlib.contextmanager
 def blocked_open(path: Path) -> Iterator[Callable[[], None]]:
-    """Block every open of `path` for writing until the yielded function is called or the end.
+    """Block every writer of `path` until the yielded function is called or the end.
 
-    A read lease does this (fcntl(2)): the kernel blocks the open until the lease is released. A
-    test thus decides how long a persist lasts.
+    A writer looks first whether there is such a file, and opens it. A read lease (fcntl(2)) lets
+    the kernel block that until the lease is released. A test thus decides how long a persist lasts.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     former = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease by SIGIO
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def unblock() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(fd)):
+                path.unlink()  # before the lease ends: then the name is free
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         yield unblock
     finally:
+        with contextlib.suppress(OSError):
+            unblock()
         os.close(fd)
         signal.signal(signal.SIGIO, former)
 
