@@ -65,9 +65,8 @@ def test_the_slab_is_begun_when_no_phase_would_wait_for_it(monkeypatch: pytest.M
 
 
 def test_the_dry_run_encodes_what_rank_0_saves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer: Any = SimpleNamespace(
-        link=SimpleNamespace(is_preparing=False), rank=0, dry_run=lambda *_: None
-    )
+    link = SimpleNamespace(is_preparing=False)
+    checkpointer: Any = SimpleNamespace(link=link, rank=0, dry_run=lambda *_: None)
     monkeypatch.setattr(startup_module, "has_states", lambda _: True)
     scheduler = SimpleNamespace(state_dict=lambda: {"rate": lambda step: 1.0})
     job = JobState(chunks=[], optimizer=object(), scheduler=scheduler)
