@@ -56,15 +56,6 @@ def test_an_older_kernel_gets_no_seal_request(
     assert requested == [always | MFD_NOEXEC_SEAL, always]
 
 
-def test_core_dumps_leave_slabs_out() -> None:
-    slab = Slab.create(1, 0, 1, "dumped")
-    text = Path("/proc/self/smaps").read_text()
-    mapping = text[text.index("/memfd:flashckpt-dumped ") :]
-    flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags:"))
-    assert "dd" in flags.split()
-    slab.close()
-
-
 def with_holes(name: str, stretches: str) -> tuple[int, memoryview]:
     """Return a memfd and its mapping; each stretch of 2 MiB marked `x` has a page, others none."""
     fd = create_memory(f"flashckpt-{name}")
@@ -75,11 +66,21 @@ def with_holes(name: str, stretches: str) -> tuple[int, memoryview]:
     return fd, mapping.map_shared(fd, len(stretches) * HUGE_NBYTES)
 
 
-def smaps(name: str, field: str) -> int:
-    """Return a field of the mapping of memfd `name`, in bytes."""
+def of_smaps(name: str, field: str) -> str:
+    """Return a field of the mapping of memfd `name`."""
     text = Path("/proc/self/smaps").read_text()
     entry = text[text.index(f"/memfd:flashckpt-{name} ") :].splitlines()
-    return int(next(line for line in entry if line.startswith(f"{field}:")).split()[1]) * 1024
+    return next(line for line in entry if line.startswith(f"{field}:")).partition(":")[2]
+
+
+def smaps(name: str, field: str) -> int:
+    return int(of_smaps(name, field).split()[0]) * 1024
+
+
+def test_core_dumps_leave_slabs_out() -> None:
+    slab = Slab.create(1, 0, 1, "dumped")
+    assert "dd" in of_smaps("dumped", "VmFlags").split()
+    slab.close()
 
 
 def kernel_collapses() -> bool:
@@ -126,14 +127,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return made
 
 
-def test_a_slab_is_collapsed_by_short_calls(calls: list[tuple[int, int, int]]) -> None:
-    """With one call for all, a failure early in the slab left the rest in pages of 4 KiB."""
-    memory = memoryview(bytearray(70 * 2**20 + 5))
-    assert mapping._collapse(memory) == 38 * 2**20
-    expected = [(mib * 2**20, mapping._MADV_COLLAPSE) for mib in (32, 32, 6)]
-    assert [call[1:] for call in calls] == expected
-
-
 def test_a_populated_slab_knows_how_much_of_it_is_huge() -> None:
     """Also a slab that another process has allocated."""
     slab = Slab.create(1, 0, 5 * 2**20, "pages", huge_pages=True)
@@ -150,12 +143,19 @@ def test_a_populated_slab_knows_how_much_of_it_is_huge() -> None:
     slab.close()
 
 
-def test_pages_are_mapped_by_many_short_calls(calls: list[tuple[int, int, int]]) -> None:
-    """Each call holds the kernel's lock of the memory map; other threads allocate between calls."""
-    memory = memoryview(bytearray(9 * 2**20 + 5))
-    mapping.populate(memory)
-    begin, mib = calls[0][0], 2**20
-    assert [(address - begin, nbytes) for address, nbytes, _ in calls] == [
+def test_pages_are_collapsed_and_mapped_by_short_calls(calls: list[tuple[int, int, int]]) -> None:
+    """With one call for all, a failure early in the slab left the rest in pages of 4 KiB.
+
+    Each call holds the kernel's lock of the memory map; other threads allocate between calls.
+    """
+    mib = 2**20
+    assert mapping._collapse(memoryview(bytearray(70 * mib + 5))) == 38 * mib
+    assert [call[1:] for call in calls] == [
+        (number * mib, mapping._MADV_COLLAPSE) for number in (32, 32, 6)
+    ]
+    calls.clear()
+    mapping.populate(memoryview(bytearray(9 * mib + 5)))
+    assert [(address - calls[0][0], nbytes) for address, nbytes, _ in calls] == [
         (0, 4 * mib),
         (4 * mib, 4 * mib),
         (8 * mib, mib + 5),
