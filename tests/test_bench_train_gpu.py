@@ -1,68 +1,21 @@
-"""`python -m benchmarks train --gpu`: its forked ranks and one real run, on a CPU."""
+"""`python -m benchmarks train --gpu`: one real run of forked ranks, on a CPU."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks.train import gpu, report, starts
-from benchmarks.train.systems import HANGING, environment_of_one_rank
-from tests.support.trainer import eventually
-from tools.gpu_check.forkserver import forkserver
+from benchmarks.train import gpu, report
+from benchmarks.train.systems import HANGING
 
 REPO = Path(__file__).resolve().parents[1]
-PRINTS = "import os, sys; print(os.environ['NAME'], os.getcwd(), *sys.argv[1:]); sys.exit(3)"
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[starts.Start]:
-    with forkserver(starts.IMPORTED, environment_of_one_rank(on_cpu=True)) as (found, _):
-        assert found["forks"]
-        yield starts.forked
-
-
-def command(tmp_path: Path, script: str, *arguments: str) -> list[str]:
-    (tmp_path / "script.py").write_text(script)
-    return [sys.executable, str(tmp_path / "script.py"), *arguments]
-
-
-def env_of(**more: str) -> dict[str, str]:
-    return {"PYTHONPATH": str(REPO), **more}
-
-
-def test_a_forked_rank_is_as_a_new_process_with_megatron_imported(
-    start: starts.Start, tmp_path: Path
-) -> None:
-    output = tmp_path / "output"
-    script = f"{PRINTS[:-13]}; print('megatron.training.training' in sys.modules); sys.exit(3)"
-    env = env_of(NAME="a rank")
-    rank = start(command(tmp_path, script, "--flag", "1"), env, tmp_path, output)
-    assert rank.wait() == rank.poll() == rank.returncode == 3
-    assert output.read_text().split("\n")[:2] == [f"a rank {tmp_path} --flag 1", "True"]
-    new = starts.new_process(command(tmp_path, PRINTS), {**os.environ, **env}, tmp_path, output)
-    assert new.wait() == 3
-    assert f"a rank {tmp_path}\n" in output.read_text()
-
-
-def test_a_forked_rank_has_a_process_group_and_is_killed(
-    start: starts.Start, tmp_path: Path
-) -> None:
-    waits = command(tmp_path, "import time; time.sleep(1000)")
-    rank = start(waits, env_of(), tmp_path, tmp_path / "output")
-    eventually("a process group", lambda: os.getpgid(rank.pid) == rank.pid)
-    assert rank.poll() is None
-    rank.kill()
-    assert rank.wait() == -signal.SIGKILL
-    assert not psutil.pid_exists(rank.pid)
 
 
 def test_a_quick_study_has_a_row_for_ours_and_one_for_a_peer_that_hangs(tmp_path: Path) -> None:
