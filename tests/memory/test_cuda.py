@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,27 +32,6 @@ def test_without_cuda_and_before_it_is_initialized_there_is_no_device(
     assert cuda.current_device() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert cuda.current_device() is None
-
-
-def test_a_cpu_rank_with_stand_ins_of_torch_cuda_has_no_device() -> None:
-    root = Path(__file__).parents[2]
-    script = (
-        "import cpu_cuda\n"
-        "cpu_cuda.install()\n"
-        "import torch\n"
-        "assert torch.cuda.is_available() and torch.cuda.is_initialized()\n"
-        "from megatron_flashckpt.memory import cuda\n"
-        "print(cuda.current_device())\n"
-    )
-    path = os.pathsep.join(map(str, [root / "tests/cpu_megatron", root]))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "None\n"
 
 
 def test_a_thread_enters_the_device_of_its_rank() -> None:

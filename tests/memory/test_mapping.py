@@ -56,16 +56,6 @@ def test_an_older_kernel_gets_no_seal_request(
     assert requested == [always | MFD_NOEXEC_SEAL, always]
 
 
-def with_holes(name: str, stretches: str) -> tuple[int, memoryview]:
-    """Return a memfd and its mapping; each stretch of 2 MiB marked `x` has a page, others none."""
-    fd = create_memory(f"flashckpt-{name}")
-    os.ftruncate(fd, len(stretches) * HUGE_NBYTES)
-    for number, stretch in enumerate(stretches):
-        if stretch == "x":
-            os.pwrite(fd, b"1", number * HUGE_NBYTES)
-    return fd, mapping.map_shared(fd, len(stretches) * HUGE_NBYTES)
-
-
 def of_smaps(name: str, field: str) -> str:
     """Return a field of the mapping of memfd `name`."""
     text = Path("/proc/self/smaps").read_text()
@@ -85,7 +75,10 @@ def test_core_dumps_leave_slabs_out() -> None:
 
 def kernel_collapses() -> bool:
     """Return whether the kernel makes huge pages now; independent of the code under test."""
-    fd, probe = with_holes("probe", "x")
+    fd = create_memory("probe")
+    os.ftruncate(fd, HUGE_NBYTES)
+    os.pwrite(fd, b"1", 0)
+    probe = mapping.map_shared(fd, HUGE_NBYTES)
     os.close(fd)
     madvise, address = ctypes.CDLL(None).madvise, ctypes.c_void_p(mapping.address_of(probe))
     return madvise(address, ctypes.c_size_t(HUGE_NBYTES), 25) == 0
@@ -94,22 +87,6 @@ def kernel_collapses() -> bool:
 def require_huge_pages() -> None:
     if not kernel_collapses():
         pytest.skip("this kernel does not collapse pages (Linux 6.1), or has no huge page left")
-
-
-def test_a_stretch_that_cannot_be_huge_costs_only_its_own_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernel ends a call at the first stretch that fails; here it is one without a page."""
-    require_huge_pages()
-    monkeypatch.setattr(mapping, "_COLLAPSE_NBYTES", 2 * HUGE_NBYTES)
-    fd, memory = with_holes("holes", "x.xxxxx")
-    collapsed = mapping._collapse(memory)
-    assert collapsed == 5 * HUGE_NBYTES
-    os.posix_fallocate(fd, 0, len(memory))
-    mapping.populate(memory)
-    assert smaps("holes", "ShmemPmdMapped") >= collapsed
-    assert [memory[number * HUGE_NBYTES] for number in range(7)] == [49, 0, 49, 49, 49, 49, 49]
-    os.close(fd)
 
 
 @pytest.fixture
@@ -125,22 +102,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
     monkeypatch.setattr(mapping, "_libc", Library)
     return made
-
-
-def test_a_populated_slab_knows_how_much_of_it_is_huge() -> None:
-    """Also a slab that another process has allocated."""
-    slab = Slab.create(1, 0, 5 * 2**20, "pages", huge_pages=True)
-    for _ in range(2):
-        slab.populate(huge_pages=True)
-        assert slab.huge_nbytes == smaps("pages", "ShmemPmdMapped")
-        fd = os.dup(slab.fd)
-        slab.close()
-        slab = Slab.attach(fd)
-    slab.close()
-    slab = Slab.create(1, 0, 5 * 2**20, "small", huge_pages=False)
-    slab.populate()
-    assert slab.huge_nbytes == smaps("small", "ShmemPmdMapped") == 0
-    slab.close()
 
 
 def test_pages_are_collapsed_and_mapped_by_short_calls(calls: list[tuple[int, int, int]]) -> None:

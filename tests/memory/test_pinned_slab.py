@@ -95,21 +95,6 @@ def test_one_thread_locks_all_chunks_in_order_on_the_rank_s_device(node: Node, s
     assert calls == [(THREAD, 5)] * 5
 
 
-def test_the_locked_range_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
-    gate = node.refusals["cudaHostRegister"] = Gate()
-    pinned = PinnedSlab(slab, 0, None)
-    for number in range(5):
-        eventually("the thread is inside the driver", lambda: gate.waiting == 1)
-        assert pinned.covers(number * CHUNK)
-        assert not pinned.covers(number * CHUNK + 1)
-        gate.open(1)
-        eventually("one chunk more", lambda number=number: pinned.nbytes > number * CHUNK)
-    pinned.wait()
-    assert pinned.nbytes == slab.geometry.nbytes
-    pinned.close()
-    await_end(pinned)
-
-
 @pytest.fixture
 def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_slab, "_PAUSE_PER_CALL", 1e9)

@@ -251,20 +251,22 @@ def test_staging_into_a_populated_slab_causes_no_page_faults() -> None:
 
 
 @pytest.mark.parametrize("huge_pages", [True, False])
-def test_a_slab_consists_of_huge_pages_if_requested(huge_pages: bool) -> None:
+def test_a_slab_consists_of_huge_pages_if_requested_and_knows_how_many(huge_pages: bool) -> None:
     require_huge_pages()
     made = Slab.create(2, 100, 9 * HUGE_NBYTES, "huge", huge_pages=huge_pages)
-    try:
-        made.populate()
-        expected = made.geometry.nbytes // HUGE_NBYTES * HUGE_NBYTES if huge_pages else 0
-        assert smaps("huge", "ShmemPmdMapped") == expected
-        assert os.fstat(made.fd).st_blocks * 512 >= made.geometry.nbytes, (
-            "all other pages are allocated too"
-        )
-        begin = made.geometry.slot_offset(0)
-        assert not any(bytes(made.memory[begin:])), "a slab begins with zeros"
-    finally:
+    expected = made.geometry.nbytes // HUGE_NBYTES * HUGE_NBYTES if huge_pages else 0
+    for _ in range(2):  # also in another process, which has not allocated it
+        made.populate(huge_pages=huge_pages)
+        assert made.huge_nbytes == smaps("huge", "ShmemPmdMapped") == expected
+        fd = os.dup(made.fd)
         made.close()
+        made = Slab.attach(fd)
+    assert os.fstat(made.fd).st_blocks * 512 >= made.geometry.nbytes, (
+        "all other pages are allocated too"
+    )
+    begin = made.geometry.slot_offset(0)
+    assert not any(bytes(made.memory[begin:])), "a slab begins with zeros"
+    made.close()
 
 
 def test_a_refused_memfd_is_a_storage_error(

@@ -226,17 +226,6 @@ def in_parts(count: int) -> list[torch.Tensor]:
     return [torch.full((PART_NUMEL,), float(n), device="cuda") for n in range(count)]
 
 
-def test_one_part_is_enqueued_until_the_rate_of_a_part_is_known(
-    node: Node, slab: Slab, stager: Stager
-) -> None:
-    engine = node.devices[RANK].to_host
-    with node.devices[RANK].held():
-        stager.stage(copies(slab, in_parts(5)), Finish())
-        eventually("the copy thread waits", lambda: called_by_us(node, "Event.synchronize"))
-        assert engine.queued_nbytes == PART
-    stager.wait()
-
-
 def test_with_one_connection_parts_do_not_wait_for_each_other_behind_kernels(
     node: Node, slab: Slab, stager: Stager
 ) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +12,6 @@ from tests.simulated_gpu import Node, simulated_gpus
 from tests.simulated_gpu.eager import EagerNode, on_device
 from tests.simulated_gpu.test_conformance import begin, locked
 from tests.support.trainer import PATIENCE_S, eventually
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -92,47 +86,3 @@ def test_a_copy_to_the_host_waits_for_earlier_copies_of_side_streams(
     go.set()
     assert small.result(PATIENCE_S) == 1.0
     assert torch.equal(target.view(torch.float32), torch.ones(1024))
-
-
-_RANK = """
-import os, sys, threading
-import torch
-
-assert "tests" not in sys.modules  # Megatron has a package of that name
-assert not [name for name in sys.modules if name.startswith("megatron_flashckpt")]
-assert sys.path[: len(PLAIN)] == PLAIN
-assert torch.cuda.device_count() == 2
-torch.cuda.set_device(1)
-stream = torch.cuda.Stream()
-assert isinstance(stream, torch.cuda.Stream) and stream.device_index == 1
-seen = []
-other = threading.Thread(target=lambda: seen.append(torch.cuda.current_device()))
-other.start()
-other.join()
-assert seen == [0]
-if (child := os.fork()) == 0:
-    torch.cuda.Stream().synchronize()  # the child inherits no threads and makes new ones
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-"""
-
-
-def test_a_cpu_rank_finds_this_node_from_any_directory(tmp_path: Path) -> None:
-    """`cpu_cuda` finds the node by its own path; `sys.path` and `tests` stay Megatron's."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPO / "tests/cpu_megatron"),
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    # An editable install of the package also adds the repository to sys.path.
-    plain = subprocess.run(
-        [sys.executable, "-c", "import sys; print(sys.path)"],
-        check=True,
-        cwd=tmp_path,
-        env={**environment, "CPU_CUDA_SHIM": "0"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout
-    script = f"PLAIN = {plain}{_RANK}"
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env=environment)

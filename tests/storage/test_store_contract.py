@@ -432,9 +432,10 @@ def test_delete_removes_directories_that_became_empty(backend):
 
 def test_objects_may_be_created_while_their_directory_is_deleted(backend):
     """The last object of a directory goes while another process creates the next one."""
+    count = 3 if isinstance(backend, ObjectBackend) else 20  # objects have no directories
 
     def come_and_go(worker: int) -> None:
-        for number in range(20):
+        for number in range(count):
             name = f"d/{worker}-{number}"
             backend.store.create(name, b"x")
             backend.store.delete([name])
