@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -221,33 +222,26 @@ def test_a_missing_object_is_no_error_where_each_deletion_is_answered(
 
 
 @pytest.mark.parametrize(
-    "operation",
-    [
-        lambda store: store.get("f"),
-        lambda store: store.stat("f"),
-        lambda store: store.list("d"),
-        lambda store: store.put("f", b""),
-        lambda store: store.create("f", b""),
-        lambda store: store.writer("f", 0).finish(),
-    ],
-    ids="get stat list put create writer".split(),
-)
-@pytest.mark.parametrize(
     ("fault", "remedy"),
     [("bucket", "the bucket does not exist"), ("secret", "check the credentials")],
 )
-def test_a_refusal_names_the_remedy_and_is_not_repeated(
-    s3_url, monkeypatch, operation, fault, remedy
-):
+def test_a_refusal_names_the_remedy_and_is_not_repeated(s3_url, monkeypatch, fault, remedy):
     url = s3_url
     if fault == "bucket":
         url = s3_url.replace("ckpt", "no-such-bucket")
     else:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(StorageError, match=remedy) as caught:
-        operation(ObjectStore(url))
-    assert will_last(caught.value)
-    assert url in str(caught.value)
+    store = ObjectStore(url)
+    operations: list[Callable[[], object]] = [
+        *(lambda: store.get("f"), lambda: store.stat("f"), lambda: store.list("d")),
+        *(lambda: store.put("f", b""), lambda: store.create("f", b"")),
+        lambda: store.writer("f", 0).finish(),
+    ]
+    for operation in operations:
+        with pytest.raises(StorageError, match=remedy) as caught:
+            operation()
+        assert will_last(caught.value)
+        assert url in str(caught.value)
 
 
 def test_credentials_that_nobody_gives_are_named(s3_url, s3_proxy, monkeypatch):

@@ -245,25 +245,24 @@ def get_or_none(store: Store, name: str) -> bytes | None:
 # ---------------------------------------------------------------------- create
 
 
-@pytest.mark.parametrize("data", [b"", b"x", DATA])
-def test_create_writes_the_data_and_no_other_object(backend, data):
-    backend.store.create("iter_0000001/end", data)
-    assert backend.contents() == {"iter_0000001/end": data}
-    assert backend.store.get("iter_0000001/end") == data
-
-
-@pytest.mark.parametrize("planted", [False, True], ids=["by create", "by another program"])
-def test_a_name_that_exists_is_not_created_again(backend, planted):
-    if planted:
-        backend.plant("d/end", b"first")
-    else:
-        backend.store.create("d/end", b"first")
-    for _ in range(2):
-        with pytest.raises(AlreadyExistsError, match="d/end") as caught:
-            backend.store.create("d/end", b"second")
-        assert caught.value.errno == errno.EEXIST
-        assert isinstance(caught.value, FileExistsError)
-    assert backend.contents() == {"d/end": b"first"}
+def test_create_writes_the_data_under_a_name_that_does_not_exist(backend):
+    expected = {f"iter_0000001/{number}": data for number, data in enumerate((b"", b"x", DATA))}
+    for name, data in expected.items():
+        backend.store.create(name, data)
+        assert backend.store.get(name) == data
+    assert backend.contents() == expected
+    backend.plant("iter_0000001/planted", b"by another program")
+    for name in ("iter_0000001/1", "iter_0000001/planted"):
+        before = backend.contents()
+        for _ in range(2):
+            with pytest.raises(AlreadyExistsError, match=name) as caught:
+                backend.store.create(name, b"second")
+            assert caught.value.errno == errno.EEXIST
+            assert isinstance(caught.value, FileExistsError)
+        assert backend.contents() == before
+        backend.store.delete([name])
+        assert backend.store.stat(name) is None
+        backend.store.create(name, b"a deleted name is created again")
 
 
 def test_one_of_many_creates_wins_and_all_read_its_bytes(backend):
@@ -292,22 +291,13 @@ def test_a_created_object_is_seen_whole_or_not_at_all(backend):
     assert seen <= {None, DATA * 10}
 
 
-def test_a_deleted_name_can_be_created_again(backend):
-    for data in (b"manifest", b"failed"):
-        backend.store.create("d/end", data)
-        assert backend.store.get("d/end") == data
-        backend.store.delete(["d/end"])
-    assert backend.store.stat("d/end") is None
-
-
 # ---------------------------------------------------------------------- put
 
 
-@pytest.mark.parametrize("data", [b"", b"x", DATA])
-def test_put_replaces_the_old_contents(backend, data):
-    backend.store.put("tracker.txt", b"something longer than one byte")
-    backend.store.put("tracker.txt", data)
-    assert backend.contents() == {"tracker.txt": data}
+def test_put_replaces_the_old_contents(backend):
+    for data in (b"something longer than one byte", b"", DATA, b"x"):
+        backend.store.put("tracker.txt", data)
+        assert backend.contents() == {"tracker.txt": data}
 
 
 def test_a_put_is_seen_whole_or_not_at_all(backend):
@@ -487,57 +477,48 @@ def test_a_writer_replaces_an_existing_object(backend, data):
     assert backend.contents() == {"a": data, "b": data}
 
 
-@pytest.mark.parametrize("written", [b"", DATA[:100], DATA])
-def test_an_abandoned_object_leaves_nothing_behind(backend, written):
-    backend.plant("d/other", b"")
-    writer = backend.store.writer("d/f", len(DATA))
-    writer.write_at(0, written)
-    writer.abandon()
-    writer.abandon()
-    assert set(backend.contents()) == {"d/other"}
-    with pytest.raises(FileNotFoundError):
-        backend.store.get("d/f")
-
-
-def test_an_abandoned_or_finished_writer_takes_no_more_bytes(backend):
-    finished = backend.store.writer("finished", 3)
+def test_an_abandoned_object_leaves_nothing_behind_and_takes_no_more_bytes(backend):
+    finished = backend.store.writer("d/finished", 3)
     finished.write_at(0, b"abc")
     finished.finish()
-    abandoned = backend.store.writer("abandoned", 3)
-    abandoned.abandon()
-    for writer in (finished, abandoned):
-        with pytest.raises(StorageError):
-            writer.write_at(0, b"xyz")
-    assert backend.contents() == {"finished": b"abc"}
+    for written in (b"", DATA[:100], DATA):
+        writer = backend.store.writer("d/f", len(DATA))
+        writer.write_at(0, written)
+        writer.abandon()
+        writer.abandon()
+        for ended in (writer, finished):
+            with pytest.raises(StorageError):
+                ended.write_at(0, b"xyz")
+        assert backend.contents() == {"d/finished": b"abc"}
+        with pytest.raises(FileNotFoundError):
+            backend.store.get("d/f")
 
 
 # ---------------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda store, name: store.put(name, b"planted"),
-        lambda store, name: store.create(name, b"planted"),
-        lambda store, name: store.writer(name, 7),
-        lambda store, name: store.get(name),
-        lambda store, name: store.get_into(name, 0, [memoryview(bytearray(1))]),
-        lambda store, name: store.stat(name),
-        lambda store, name: store.delete(["a/b", name]),
-        lambda store, name: store.make_durable(name),
-        lambda store, name: store.list(name or ".."),  # "" would be the root
-    ],
-    ids="put create writer get get_into stat delete make_durable list".split(),
-)
-def test_a_name_outside_the_root_is_refused(backend, tmp_path, operation):
+#: Calls with a name, by verb.
+VERBS: dict[str, Callable[[Store, str], object]] = {
+    "put": lambda store, name: store.put(name, b"planted"),
+    "create": lambda store, name: store.create(name, b"planted"),
+    "writer": lambda store, name: store.writer(name, 7),
+    "get": lambda store, name: store.get(name),
+    "get_into": lambda store, name: store.get_into(name, 0, [memoryview(bytearray(1))]),
+    "stat": lambda store, name: store.stat(name),
+    "delete": lambda store, name: store.delete(["a/b", name]),
+    "make_durable": lambda store, name: store.make_durable(name),
+    "list": lambda store, name: store.list(name or ".."),  # "" would be the root
+}
+
+
+def test_a_name_outside_the_root_is_refused(backend, tmp_path):
     backend.plant("a/b", b"stays")
     before = backend.contents()
-    for escape in ESCAPES:
-        name = f"{tmp_path}/x" if escape == ABSOLUTE else escape
+    for verb, escape in itertools.product(VERBS, ESCAPES):
         with pytest.raises(StorageError, match="is not a name inside") as caught:
-            operation(backend.store, name)
-        assert backend.store.place in str(caught.value)
-    assert backend.contents() == before
+            VERBS[verb](backend.store, escape.replace(ABSOLUTE, f"{tmp_path}/x"))
+        assert backend.store.place in str(caught.value), verb
+        assert backend.contents() == before, verb
 
 
 def test_odd_names_are_kept(backend):
@@ -568,8 +549,7 @@ def test_the_probe_passes_and_leaves_one_object_for_other_nodes(backend):
 class Overwriting(MemoryStore):
     """A store whose `create` is not exclusive."""
 
-    def create(self, name: str, data: bytes) -> None:
-        self.put(name, data)
+    create = MemoryStore.put
 
 
 class Late(MemoryStore):
@@ -579,12 +559,8 @@ class Late(MemoryStore):
         return []
 
 
-@pytest.mark.parametrize(
-    ("store", "action"),
-    [(Overwriting("/there"), "create a name once"), (Late("/there"), "list a new name")],
-    ids=["not exclusive", "not listed"],
-)
-def test_the_probe_names_what_a_store_cannot_do(store, action):
-    with pytest.raises(StorageError, match=f"/there: this node cannot {action}") as caught:
-        probe_store(store, "flashckpt/probe/00003")
-    assert caught.value.errno == errno.EIO
+def test_the_probe_names_what_a_store_cannot_do():
+    for kind, action in ((Overwriting, "create a name once"), (Late, "list a new name")):
+        with pytest.raises(StorageError, match=f"/there: this node cannot {action}") as caught:
+            probe_store(kind("/there"), "flashckpt/probe/00003")
+        assert caught.value.errno == errno.EIO
