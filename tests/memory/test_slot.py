@@ -110,6 +110,12 @@ def test_memory_without_the_magic_bytes_is_refused(page: bytes) -> None:
             SlabGeometry.unpack(page, nbytes)
 
 
+@given(nbytes=st.integers(0, 2**50))
+def test_alignment_rounds_up_to_whole_pages(nbytes: int) -> None:
+    assert align(nbytes) % PAGE == 0
+    assert nbytes <= align(nbytes) < nbytes + PAGE
+
+
 # ---------------------------------------------------------------------- a slot in a slab
 
 
