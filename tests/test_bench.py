@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks import study
 from benchmarks.compare import report, targets
 from benchmarks.resources import with_peak_mb
-from benchmarks.studies import redundancy, writers
+from benchmarks.studies import writers
 
 REPO = Path(__file__).resolve().parents[1]
 MEASURED = (
@@ -156,31 +156,6 @@ def test_a_study_that_ends_early_keeps_its_results_and_no_files(tmp_path: Path) 
     assert as_json["rows"] == [["a", 1.5, None]]
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert not list(scratch.iterdir())
-
-
-def test_writers_are_compared_on_every_kind_of_storage() -> None:
-    printed = io.StringIO()
-    carry_out(writers.STUDY, printed, "--mib", "1", "--rounds", "1")
-    rows = printed.getvalue().splitlines()[2:]
-    assert len(rows) == len(writers.KINDS)
-    for kind, row in zip(writers.KINDS, rows, strict=True):
-        assert kind.name in row
-        assert all(float(seconds) > 0 for seconds in row.split()[-len(writers.POLICIES) :])
-
-
-def test_redundancy_is_measured_by_scheme_and_number_of_nodes() -> None:
-    """Parity needs at least three nodes; every scheme costs the agents more CPU than none."""
-    printed = io.StringIO()
-    carry_out(redundancy.STUDY, printed, "--mib", "8", "--rounds", "1", "--nodes", "2", "3")
-    rows = [row.split() for row in printed.getvalue().splitlines()[-5:]]  # the title may fold
-    assert [tuple(row[:2]) for row in rows] == [
-        *(("2", "none"), ("2", "copy")),
-        *(("3", "none"), ("3", "copy"), ("3", "xor")),
-    ]
-    assert all(float(row[2]) > 0 for row in rows)
-    cpu = {tuple(row[:2]): float(row[3]) for row in rows}
-    assert cpu["2", "none"] < cpu["2", "copy"]
-    assert cpu["3", "none"] < min(cpu["3", "copy"], cpu["3", "xor"])
 
 
 def test_every_write_policy_covers_each_element_once() -> None:
