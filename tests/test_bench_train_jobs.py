@@ -63,9 +63,7 @@ def training(tmp_path: Path, left_out: str = "") -> Megatron:
     return Megatron(script, (), {**os.environ, "LEFT_OUT": left_out}, tmp_path)
 
 
-def test_a_run_is_measured_and_an_earlier_checkpoint_of_it_is_loaded(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_measured_and_an_earlier_checkpoint_of_it_is_loaded(tmp_path: Path) -> None:
     run = session_of(tmp_path).measure(PLAIN, training(tmp_path))
     assert list(run.ended_at) == [1, 2, 3, 4, 5, 6, 7]
     assert sorted(run.ended_at.values()) == list(run.ended_at.values())
@@ -76,20 +74,11 @@ def test_a_run_is_measured_and_an_earlier_checkpoint_of_it_is_loaded(
     # The ranks do not wait for each other, so the kill may precede one rank's line.
     assert set(restart.losses[5]) <= set(run.losses[5])
     assert not (tmp_path / "run").exists()
-
-
-def test_a_restart_that_fails_leaves_the_figures_of_the_run(tmp_path: Path) -> None:
     megatron = training(tmp_path)
     megatron.env["NO_LOAD"] = "1"
     run = session_of(tmp_path).measure(PLAIN, megatron)
-    assert (run.saved, run.restarts) == ([2, 4, 6, 7], {})
+    assert (run.saved, run.restarts) == ([2, 4, 6, 7], {}), "a failed restart leaves the figures"
     assert "AssertionError" in run.restart_error
-
-
-def test_a_run_without_saves_has_no_checkpoint(tmp_path: Path) -> None:
-    nothing = dataclasses.replace(PLAIN, saves=False)
-    run = session_of(tmp_path).measure(nothing, training(tmp_path))
-    assert (len(run.ended_at), run.saved, run.restarts) == (7, [], {})
 
 
 def test_only_a_system_known_for_it_may_skip_saves(
@@ -105,143 +94,69 @@ def test_only_a_system_known_for_it_may_skip_saves(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_storage_limit_without_effect_is_an_error(tmp_path: Path) -> None:
-    limit = StorageLimit.made(tmp_path, mb_s=0.003)
-    session = dataclasses.replace(session_of(tmp_path), limit=limit)
-    # The script's "load" reads nothing.
-    with pytest.raises(JobError, match=r"its load took .* the storage's limit"):
-        session.measure(PLAIN, training(tmp_path))
-
-
-def started(tmp_path: Path, script: str) -> Megatron:
+def started(
+    tmp_path: Path, script: str, *, silence_s: float = 60.0, **environment: str
+) -> contextlib.AbstractContextManager[Job]:
+    """Return a job of two ranks that run `script`."""
     file = tmp_path / "script.py"
     file.write_text(f"import os, subprocess, sys, time\nrank = int(os.environ['RANK'])\n{script}")
-    return Megatron(file, (), dict(os.environ), tmp_path)
+    megatron = Megatron(file, (), dict(os.environ), tmp_path)
+    runner = (sys.executable,)
+    return running(megatron, runner, [], environment, print, silence_s=silence_s)
 
 
-def test_an_iteration_ends_when_its_line_is_printed(tmp_path: Path) -> None:
-    script = "print(f' iteration {rank + 1:8d}/ 2 |'); print('load-checkpoint ...: (12.0, 34.5)')"
-    seen: list[int] = []
-    with running(started(tmp_path, script), (sys.executable,), [], {}, seen.append) as made:
-        ended_at = made.wait(time.perf_counter() + 60)
-        made.wait_for(lambda: sorted(seen) == [1, 2], "two iterations", time.perf_counter() + 60)
-        assert made.ended_at.keys() == {1, 2}
-        assert all(made.started_at < at < ended_at + 1 for at in made.ended_at.values())
-        assert made.load_s == pytest.approx(0.0345)
-
-
-def test_a_failed_rank_ends_the_other_rank_and_all_their_children(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_other_rank_and_all_their_processes(tmp_path: Path) -> None:
+    """One of them is like an agent: it has only one variable of the job."""
     script = """
 if rank:
     time.sleep(1000)
-child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-print("child", child.pid)
+kept = {"FLASHCKPT_RUNTIME_DIR": os.environ["FLASHCKPT_RUNTIME_DIR"]}
+for environment in (None, kept):
+    child = subprocess.Popen(["/bin/sleep", "1000"], env=environment, start_new_session=True)
+    print("child", child.pid)
+print("x" * 1_000_000)
 raise ValueError("no such thing")
 """
     with (
         pytest.raises(JobError, match="ended with 1\n  ValueError: no such thing") as caught,
-        running(started(tmp_path, script), (sys.executable,), [], {}, print) as made,
+        started(tmp_path, script, FLASHCKPT_RUNTIME_DIR=str(tmp_path / "agents")) as made,
     ):
         made.wait(time.perf_counter() + 60)
-    (line,) = [line for line in caught.value.log.splitlines() if line.startswith("child")]
-    assert not psutil.pid_exists(int(line.split()[1])) or (
-        psutil.Process(int(line.split()[1])).status() == psutil.STATUS_ZOMBIE
-    )
-    assert made.processes() == []
-
-
-def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
-    script = "time.sleep(1000)"
-    with (
-        pytest.raises(JobError, match="took too long"),
-        running(started(tmp_path, script), (sys.executable,), [], {}, print) as made,
-    ):
-        made.wait(time.perf_counter() + 0.2)
+    children = [int(line.split()[1]) for line in caught.value.log.splitlines() if "child" in line]
+    assert len(children) == 2, "all is read that the rank wrote"
+    for child in children:
+        assert (
+            not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        )
     assert made.processes() == []
 
 
 def test_a_job_that_prints_nothing_for_long_hangs(tmp_path: Path) -> None:
     script = "print('last', flush=True); time.sleep(1000)"
-    job = running(started(tmp_path, script), (sys.executable,), [], {}, print, silence_s=1.0)
-    with job as made, pytest.raises(JobError, match="printed nothing for 1 s: it did not end\n  l"):
+    with (
+        started(tmp_path, script, silence_s=1.0) as made,
+        pytest.raises(JobError, match="printed nothing for 1 s: it did not end\n  l"),
+    ):
         made.wait(time.perf_counter() + 60)
 
 
-def test_what_a_killed_rank_wrote_is_read_to_its_end(tmp_path: Path) -> None:
-    script = "print('x' * 1_000_000, 'end', end='', flush=True); time.sleep(1000)"
-    with running(started(tmp_path, script), (sys.executable,), [], {}, print) as made:
-        eventually("two ranks", lambda: made.watch is not None and len(list(outputs(made))) == 2)
-        eventually("output", lambda: all(file.stat().st_size > 1e6 for file in outputs(made)))
-    assert made.log.count(" end") == 2
-
-
-def outputs(job: Job) -> list[Path]:
-    return list(job._outputs.iterdir())
-
-
-def test_the_tracker_is_timed(tmp_path: Path) -> None:
-    tracker, output = tmp_path / "tracker", tmp_path / "output"
-    output.touch()
-    before = time.perf_counter()
-    watched = watch.Watch([output], tracker, lambda line, at: None)
-    for iteration in (5, 10):
-        tracker.write_text(str(iteration))
-        eventually("an iteration", lambda: iteration in watched.tracked_at)  # noqa: B023
-    watched.finish()
-    assert list(watched.tracked_at) == [5, 10]
-    assert before <= watched.tracked_at[5] <= watched.tracked_at[10] <= time.perf_counter()
-
-
-def test_the_largest_fall_of_available_memory_is_noted(
+def test_the_tracker_is_timed_and_the_largest_fall_of_available_memory_noted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert watch.available_nbytes() > 1 << 20
     readings = iter([1000, 900, 300, 1200])
     monkeypatch.setattr(watch, "available_nbytes", lambda: next(readings, 800))
-    output = tmp_path / "output"
+    tracker, output = tmp_path / "tracker", tmp_path / "output"
     output.touch()
-    watched = watch.Watch([output], None, lambda line, at: None)
-    eventually("the lowest reading", lambda: watched.peak_nbytes == 700)
+    watched = watch.Watch([output], tracker, lambda line, at: None)
+    for iteration in (5, 10):
+        tracker.write_text(str(iteration))
+        eventually("an iteration", lambda: iteration in watched.tracked_at)  # noqa: B023
     eventually("all readings", lambda: readings.__length_hint__() == 0)
     watched.finish()
+    assert list(watched.tracked_at) == [5, 10]
+    assert watched.tracked_at[5] <= watched.tracked_at[10]
     assert watched.peak_nbytes == 700
-
-
-def test_an_agent_with_another_environment_ends_with_its_job(tmp_path: Path) -> None:
-    script = """
-kept = {"FLASHCKPT_RUNTIME_DIR": os.environ["FLASHCKPT_RUNTIME_DIR"]}
-if rank:
-    subprocess.Popen(["/bin/sleep", "1000"], env=kept, start_new_session=True, stdout=2)
-"""
-    agents = {"FLASHCKPT_RUNTIME_DIR": str(tmp_path / "agents")}
-    with running(started(tmp_path, script), (sys.executable,), [], agents, print) as made:
-        made.wait(time.perf_counter() + 60)
-        (agent,) = made.processes()
-    assert made.processes() == []
-    assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_terminated_benchmark_ends_its_ranks(tmp_path: Path) -> None:
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    script = f"open(r'{ranks}/' + str(os.getpid()), 'w').close(); time.sleep(1000)"
-    megatron = started(tmp_path, script)
-    code = f"""
-import os, signal, sys, time
-from pathlib import Path
-from benchmarks.train.job import Megatron, running
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-megatron = Megatron(Path({str(megatron.script)!r}), (), dict(os.environ), Path({str(tmp_path)!r}))
-with running(megatron, (sys.executable,), [], {{}}, print) as job:
-    job.wait(time.perf_counter() + 1000)
-"""
-    benchmark = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPO)}, cwd=REPO
-    )
-    eventually("two ranks", lambda: len(list(ranks.iterdir())) == 2, within_s=60.0)
-    benchmark.terminate()
-    assert benchmark.wait(60) == 1
-    assert not any(psutil.pid_exists(int(rank.name)) for rank in ranks.iterdir())
 
 
 def test_processes_share_a_storage_of_limited_bandwidth(tmp_path: Path) -> None:
@@ -263,14 +178,19 @@ def test_processes_share_a_storage_of_limited_bandwidth(tmp_path: Path) -> None:
         return time.perf_counter() - started_at
 
     assert seconds(limited) >= 16 / 20, "16 MB, written and read by the two"
-    after_limited = (limited.parent / "limited.clock").read_bytes()
-    assert after_limited != bytes(8)
+    clock = Path(limit.environment(limited)["TRAIN_LIMIT_CLOCK"])
+    after_limited = clock.read_bytes()
+    assert after_limited != bytes(8), "a truncated file would kill a process that has mapped it"
     seconds(free)
-    assert (limited.parent / "limited.clock").read_bytes() == after_limited, (
-        "the free path is limited"
-    )
+    assert clock.read_bytes() == after_limited, "the free path is limited"
     assert limit.was_passed(40_000_000, 1.0)
     assert not limit.was_passed(40_000_000, 2.0)
+    # The load of this script reads nothing.
+    session = dataclasses.replace(
+        session_of(tmp_path), limit=dataclasses.replace(limit, mb_s=0.003)
+    )
+    with pytest.raises(JobError, match=r"its load took .* the storage's limit"):
+        session.measure(PLAIN, training(tmp_path))
 
 
 # ---------------------------------------------------------------------- one real run
@@ -279,8 +199,7 @@ def test_processes_share_a_storage_of_limited_bandwidth(tmp_path: Path) -> None:
 def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_path: Path) -> None:
     scratch, file = tmp_path / "s", tmp_path / "train.json"
     scratch.mkdir()
-    published = study.RESULTS / "train.json"
-    before = published.stat().st_mtime_ns if published.exists() else None
+    before = (study.RESULTS / "train.json").stat().st_mtime_ns
     arguments = ["train", "--quick", "--systems", "flashckpt", "--dir", str(scratch)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments, "--json", str(file)],
@@ -306,15 +225,5 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             assert str(scratch) not in str(process.cmdline()), "an agent was left behind"
-    after = published.stat().st_mtime_ns if published.exists() else None
+    after = (study.RESULTS / "train.json").stat().st_mtime_ns
     assert after == before, "a quick run has replaced the published figures"
-
-
-def test_a_later_job_keeps_the_clock_that_an_agent_has_mapped(tmp_path: Path) -> None:
-    """A truncated file kills a process that uses its mapping (SIGBUS)."""
-    limit = StorageLimit(tmp_path / "limited.so", 100.0)
-    clock = Path(limit.environment(tmp_path / "checkpoints")["TRAIN_LIMIT_CLOCK"])
-    assert clock.read_bytes() == bytes(8)
-    clock.write_bytes(b"occupied")
-    limit.environment(tmp_path / "checkpoints")
-    assert clock.read_bytes() == b"occupied"

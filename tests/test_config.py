@@ -44,29 +44,21 @@ def fields_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, objec
     return defaults
 
 
-def test_without_file_and_environment_the_defaults_hold():
+def test_settings_come_from_the_environment_before_the_file_and_the_defaults(write, monkeypatch):
     assert load_config(environ={}) == Config()
-
-
-def test_the_process_environment_is_read_by_default(monkeypatch):
     monkeypatch.setenv("FLASHCKPT_SLOTS", "3")
     assert load_config().slots == 3
-
-
-def test_a_file_changes_only_the_settings_that_it_names(write):
-    path = write("slots: 4\nagent:\n  grace_s: 60\n")
-    config = load_config(path, {})
-    assert config == msgspec.structs.replace(
-        Config(), slots=4, agent=msgspec.structs.replace(Config().agent, grace_s=60.0)
-    )
-
-
-def test_the_environment_can_name_the_file(write):
-    assert load_config(environ={FILE_VARIABLE: str(write("slots: 5"))}).slots == 5
-
-
-def test_a_path_given_in_code_wins_over_the_one_in_the_environment(write):
-    assert load_config(write("slots: 5"), {FILE_VARIABLE: "/no/such/file"}).slots == 5
+    path = write("slots: 4\nbusy: skip\nagent: {grace_s: 60, persist_threads: 5}")
+    agent = msgspec.structs.replace(Config().agent, grace_s=60.0, persist_threads=5)
+    of_file = msgspec.structs.replace(Config(), slots=4, busy="skip", agent=agent)
+    assert load_config(path, {}) == of_file
+    assert load_config(environ={FILE_VARIABLE: str(path)}) == of_file
+    assert load_config(path, {FILE_VARIABLE: "/no/such/file"}) == of_file, "code names the file"
+    config = load_config(path, {"FLASHCKPT_SLOTS": "6", "FLASHCKPT_AGENT__GRACE_S": "7.5"})
+    assert (config.slots, config.busy) == (6, "skip")
+    assert (config.agent.grace_s, config.agent.persist_threads) == (7.5, 5)
+    others = {"PATH": "/bin", "MY_FLASHCKPT_SLOTS": "x", "FLASHCKPTSLOTS": "x", "SLOTS": "9"}
+    assert load_config(environ=others) == Config()
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "{}", "agent: {}"])
@@ -74,21 +66,19 @@ def test_a_file_without_settings_means_the_defaults(write, text):
     assert load_config(write(text), {}) == Config()
 
 
-def test_the_environment_wins_over_the_file(write):
-    path = write("slots: 4\nbusy: skip\nagent: {grace_s: 60, persist_threads: 5}")
-    config = load_config(path, {"FLASHCKPT_SLOTS": "6", "FLASHCKPT_AGENT__GRACE_S": "7.5"})
-    assert (config.slots, config.busy) == (6, "skip")
-    assert (config.agent.grace_s, config.agent.persist_threads) == (7.5, 5)
-
-
-def test_a_double_underscore_names_a_nested_setting():
-    config = load_config(
-        environ={"FLASHCKPT_AGENT__GRACE_S": "60", "FLASHCKPT_REPLICATED__WEIGHT": "first"}
-    )
-    assert config.agent.grace_s == 60.0
-    assert config.replicated == Replicated(weight="first", optimizer="share")
-    config = load_config(environ={"FLASHCKPT_REPLICATED__OPTIMIZER": "2"})
-    assert config.replicated == Replicated(weight="share", optimizer=2)
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        *(("RESTORE_FROM_MEMORY", text, True) for text in ("true", "yes")),
+        *(("RESTORE_FROM_MEMORY", text, False) for text in ("false", "off")),
+        *(("RUNTIME_DIR", text, text) for text in ("relative/x", "/with space/x", "/a:b/x")),
+        ("REPLICATED__WEIGHT", "first", Replicated(weight="first", optimizer="share")),
+        ("REPLICATED__OPTIMIZER", "2", Replicated(weight="share", optimizer=2)),
+    ],
+)
+def test_values_in_the_environment_are_those_of_yaml(variable, text, value):
+    config = load_config(environ={f"FLASHCKPT_{variable}": text})
+    assert getattr(config, variable.partition("__")[0].lower()) == value
 
 
 @pytest.mark.parametrize(("name", "default"), fields_of(Config).items())
@@ -99,24 +89,6 @@ def test_every_setting_can_be_set_in_file_and_environment(write, name, default):
     lines = [f"{'  ' * depth}{section}:\n" for depth, section in enumerate(sections)]
     path = write("".join(lines) + f"{'  ' * len(sections)}{field}: {text}\n")
     assert load_config(path, {}) == load_config(environ={variable: text}) == Config()
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("true", True), ("false", False), ("yes", True), ("off", False)]
-)
-def test_booleans_in_the_environment_are_those_of_yaml(text, value):
-    config = load_config(environ={"FLASHCKPT_RESTORE_FROM_MEMORY": text})
-    assert config.restore_from_memory is value
-
-
-@pytest.mark.parametrize("text", ["/tmp/x", "relative/x", "/with space/x", "/a:b/x"])
-def test_text_in_the_environment_stays_as_it_is(text):
-    assert load_config(environ={"FLASHCKPT_RUNTIME_DIR": text}).runtime_dir == text
-
-
-def test_variables_with_other_prefixes_are_ignored():
-    environ = {"PATH": "/bin", "MY_FLASHCKPT_SLOTS": "x", "FLASHCKPTSLOTS": "x", "SLOTS": "9"}
-    assert load_config(environ=environ) == Config()
 
 
 def test_unknown_settings_in_a_file_are_all_named(write):
@@ -230,9 +202,6 @@ def test_all_wrong_values_are_named_at_once(write):
     with pytest.raises(ConfigError) as caught:
         load_config(path, {})
     assert all(name in str(caught.value) for name in ("slots", "redundancy", "agent.grace_s"))
-
-
-def test_all_numbers_out_of_bounds_are_named_at_once(write):
     path = write("slots: 0\nretention: {best: {metric: x, keep: 0}}\nagent: {grace_s: -1}\n")
     expected = (
         "slots must be at least 1, got 0; retention.best.keep must be at least 1, got 0; "
@@ -272,49 +241,45 @@ def test_an_invalid_list_of_cpus_is_refused(text):
     assert load_config(environ={"FLASHCKPT_AGENT__CPUS": "0-3,8"}).agent.cpus == "0-3,8"
 
 
-def test_a_missing_file_is_named_with_the_remedy(tmp_path):
-    path = tmp_path / "absent.yaml"
-    with pytest.raises(ConfigError, match=f"{path}: cannot be read .*unset {FILE_VARIABLE}"):
-        load_config(environ={FILE_VARIABLE: str(path)})
-
-
-def test_a_directory_is_no_settings_file(tmp_path):
-    with pytest.raises(ConfigError, match=f"{tmp_path}: cannot be read"):
-        load_config(tmp_path, {})
+def test_a_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path):
+    for path in (tmp_path / "absent.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=f"{path}: cannot be read .*unset {FILE_VARIABLE}"):
+            load_config(environ={FILE_VARIABLE: str(path)})
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "reason"),
     [
-        *("slots: [", "a: b: c", "\tslots: 2", b"\xff\xfe\x00", b"\x00", "? {a: b}\n: c"),
-        *("slots: *unknown", "slots: 2020-99-99", "slots: !!int"),
+        *(
+            (text, "is not valid YAML")
+            for text in (
+                *("slots: [", "a: b: c", "\tslots: 2", b"\xff\xfe\x00", b"\x00", "? {a: b}\n: c"),
+                *("slots: *unknown", "slots: 2020-99-99", "slots: !!int"),
+            )
+        ),
+        *(
+            (text, f"must hold 'field: value' lines, holds {kind}")
+            for text, kind in (
+                ("- slots", "list"),
+                ("slots", "str"),
+                ("7", "int"),
+                ("true", "bool"),
+            )
+        ),
+        ("slots: 2\nslots: 3", "holds slots more than once; keep one"),
+        (
+            "agent:\n  grace_s: 60\nslots: 2\nagent:\n  cpus: all",
+            "holds agent more than once; keep one",
+        ),
+        (
+            "slots: 2\nagent:\n  cpus: all\n  cpus: inherit\nslots: 2",
+            r"holds slots, agent\.cpus more than once; keep one",
+        ),
     ],
 )
-def test_a_file_that_is_not_yaml_is_refused(write, text):
+def test_a_file_that_holds_no_settings_is_refused(write, text, reason):
     path = write(text)
-    with pytest.raises(ConfigError, match=f"{path}: is not valid YAML"):
-        load_config(path, {})
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"), [("- slots", "list"), ("slots", "str"), ("7", "int"), ("true", "bool")]
-)
-def test_a_file_that_holds_no_fields_is_refused(write, text, kind):
-    with pytest.raises(ConfigError, match=f"must hold 'field: value' lines, holds {kind}"):
-        load_config(write(text), {})
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("slots: 2\nslots: 3", "slots"),
-        ("agent:\n  grace_s: 60\nslots: 2\nagent:\n  cpus: all", "agent"),
-        ("slots: 2\nagent:\n  cpus: all\n  cpus: inherit\nslots: 2", "slots, agent.cpus"),
-    ],
-)
-def test_a_name_that_stands_twice_is_refused(write, text, names):
-    path = write(text)
-    with pytest.raises(ConfigError, match=rf"{path}: holds {names} more than once; keep one"):
+    with pytest.raises(ConfigError, match=f"{path}: {reason}"):
         load_config(path, {})
 
 

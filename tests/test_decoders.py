@@ -10,20 +10,18 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 
-import megatron_flashckpt
 from benchmarks.synthetic import LLAMA_405B, World
 from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slot import SlotMeta
+from tests.support.package_source import nodes
 
-HOME = Path(megatron_flashckpt.__file__).parent
 #: Types without fields, for which msgspec caches nothing.
 PLAIN = {"dict", "list", "tuple", "str", "bytes", "int", "float", "bool", "msgspec"}
 #: Only the main thread reads configurations, before other threads exist.
-MAIN_THREAD_ONLY = {"config.py"}
+MAIN_THREAD_ONLY = {"config"}
 THREADS = """
 import sys, threading
 from megatron_flashckpt.memory.slot import decoded_meta
@@ -38,36 +36,28 @@ for thread in threads: thread.join()
 """
 
 
-def calls_that_look_at_types(path: Path) -> list[str]:
-    """Return the calls in functions which may be the first to inspect the fields of a type."""
-    tree = ast.parse(path.read_text())
-    functions = [
-        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    calls = []
-    for call in {node for scope in functions for node in ast.walk(scope)}:
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-            continue
-        types = []
-        if call.func.attr == "decode":
-            types = [keyword.value for keyword in call.keywords if keyword.arg == "type"]
-        elif "msgspec" in ast.unparse(call.func) and call.func.attr in ("convert", "Decoder"):
-            types = call.args[-1:]
-        names = {
-            node.id for scope in types for node in ast.walk(scope) if isinstance(node, ast.Name)
-        }
-        if names - PLAIN:
-            calls.append(ast.unparse(call))
-    return calls
+def looks_at_types(call: ast.AST) -> bool:
+    """Return whether a node is a call that may be the first to inspect the fields of a type."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    types: list[ast.expr] = []
+    if call.func.attr == "decode":
+        types = [keyword.value for keyword in call.keywords if keyword.arg == "type"]
+    elif "msgspec" in ast.unparse(call.func) and call.func.attr in ("convert", "Decoder"):
+        types = call.args[-1:]
+    names = {node.id for kind in types for node in ast.walk(kind) if isinstance(node, ast.Name)}
+    return bool(names - PLAIN)
 
 
 def test_no_thread_is_the_first_to_inspect_a_type() -> None:
-    calls_by_module = {
-        str(path.relative_to(HOME)): calls
-        for path in HOME.rglob("*.py")
-        if (calls := calls_that_look_at_types(path))
+    calls = {
+        (module, ast.unparse(call))
+        for module, function in nodes()
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for call in ast.walk(function)
+        if looks_at_types(call)
     }
-    assert set(calls_by_module) == MAIN_THREAD_ONLY, calls_by_module
+    assert {module for module, _ in calls} == MAIN_THREAD_ONLY, calls
 
 
 def test_ranks_of_a_node_may_stage_their_first_save_at_once() -> None:
@@ -92,11 +82,10 @@ def test_ranks_of_a_node_may_stage_their_first_save_at_once() -> None:
 def test_damaged_bytes_are_caught_by_the_one_list_of_errors() -> None:
     """msgspec raises three unrelated classes; a handler of one of them overlooks the others."""
     handlers = [
-        f"{path.relative_to(HOME)}:{handler.lineno}"
-        for path in HOME.rglob("*.py")
-        for handler in ast.walk(ast.parse(path.read_text()))
-        if isinstance(handler, ast.ExceptHandler) and handler.type is not None
-        for caught in [ast.unparse(handler.type)]
+        f"{module}:{node.lineno}"
+        for module, node in nodes()
+        if isinstance(node, ast.ExceptHandler) and node.type is not None
+        for caught in [ast.unparse(node.type)]
         if "DecodeError" in caught and "RecursionError" not in caught
     ]
     assert handlers == []

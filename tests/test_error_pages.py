@@ -13,9 +13,9 @@ import re
 from pathlib import Path
 
 from megatron_flashckpt.error_classes import TABLE
+from tests.support.package_source import texts
 
 REPO = Path(__file__).resolve().parents[1]
-PACKAGE = REPO / "megatron_flashckpt"
 PAGE = REPO / "docs/reference/errors.md"
 HOW_TO = sorted((REPO / "docs/how-to").glob("*.md"))
 #: Represents a field in messages and in headings.
@@ -58,15 +58,11 @@ def text_of(node: ast.AST) -> str | None:
 @functools.cache
 def messages() -> dict[str, str]:
     """Return all strings of the package except docstrings, with the location of each."""
-    texts: dict[str, str] = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(file.read_text())
-        documentation = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-        for node in ast.walk(tree):
-            text = None if id(node) in documentation else text_of(node)
-            if text:
-                texts.setdefault(text, f"{file.relative_to(REPO)}:{getattr(node, 'lineno', 0)}")
-    return texts
+    located: dict[str, str] = {}
+    for place, node in texts():
+        if text := text_of(node):
+            located.setdefault(text, place)
+    return located
 
 
 def is_in_a_message(heading: str) -> bool:

@@ -13,14 +13,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
 import megatron_flashckpt
+from tests.support.package_source import HOME, nodes, trees
 
 PACKAGE = "megatron_flashckpt"
-HOME = Path(megatron_flashckpt.__file__).parent
 
 #: Layers, lowest first. A unit is a module or a subpackage; it imports itself and lower layers.
 LAYERS = (
@@ -45,48 +44,35 @@ LAYERS = (
 )
 #: Modules that never import torch, neither directly nor indirectly, not even inside a function.
 TORCH_FREE = (
-    "",
-    "error_classes",
-    "cpu_list",
-    "agent_config",
-    "config_values",
-    "errors",
-    "metrics",
-    "waits",
-    "failpoints",
-    "forks",
-    "config",
-    "layout",
-    "storage",
-    "file_format",
-    "tracing",
-    "catalog",
-    "agent",
-    "sizing",
+    *("", "error_classes", "cpu_list", "agent_config", "config_values", "errors", "metrics"),
+    *("waits", "failpoints", "forks", "config", "layout", "storage", "file_format", "tracing"),
+    *("catalog", "agent", "sizing", "memory.slot", "memory.slab"),
 )
-TORCH_FREE += ("memory.slot", "memory.slab")
 #: Modules that start without torch; a command that needs torch may import it when it runs.
-TORCH_FREE_AT_START = ("cli.commands", "cli.console", "cli.convert", "cli.report")
-TORCH_FREE_AT_START += ("cli.config_check", "cli.ls", "cli.prune")
-#: Units that import Megatron's modules; all others get their facts about Megatron from these.
-KNOW_MEGATRON = {
-    "megatron_lm",
-    "save",
-    "convert",
-    "load",
-    "cli",
-    "arguments",
-    "checkpointer",
-    "checkpointing",
-    "async_utils",
-    "launch",
-    "integrations",
+TORCH_FREE_AT_START = (
+    *("cli.commands", "cli.console", "cli.convert", "cli.report"),
+    *("cli.config_check", "cli.ls", "cli.prune"),
+)
+#: What only some units may import: all others get their facts about Megatron from these, and an
+#: object store's client is an optional dependency.
+RESTRICTED = {
+    "megatron": (
+        {"megatron"},
+        {"megatron_lm", "save", "convert", "load", "cli", "arguments", "checkpointer"}
+        | {"checkpointing", "async_utils", "launch", "integrations"},
+    ),
+    "object stores": (
+        {"obstore", "boto3", "botocore", "fsspec", "s3fs", "google", "azure"},
+        {"storage.object_store"},
+    ),
+    "kinds of storage": ({f"{PACKAGE}.storage.posix_store"}, {"storage.opening"}),
 }
-#: Client libraries of object stores: optional dependencies that one module imports.
-STORE_CLIENTS = {"obstore", "boto3", "botocore", "fsspec", "s3fs", "google", "azure"}
+RESTRICTED["facts about Megatron"] = ({f"{PACKAGE}.megatron_lm"}, RESTRICTED["megatron"][1])
 #: pyzmq is an extra (`redundancy`): only modules that connect nodes need it on import.
-NEEDS_PYZMQ = ("agent.peers.redundancy", "agent.peers.link", "agent.peers.transport")
-NEEDS_PYZMQ += ("agent.peers.recovery",)
+NEEDS_PYZMQ = (
+    *("agent.peers.redundancy", "agent.peers.link", "agent.peers.transport"),
+    "agent.peers.recovery",
+)
 #: Modules with I/O or a clock, which `layout` must not import.
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}
 IMPURE |= {"asyncio", "datetime", "logging", "mmap", "multiprocessing", "random", "uuid"}
@@ -104,8 +90,8 @@ class Import:
     """False inside a function."""
 
 
-def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Import]:
-    """Return every import of `source`, the text of the package's `module` (dotted, `""`: root).
+def imports_in(tree: ast.Module, module: str, own_modules: Iterable[str]) -> list[Import]:
+    """Return every import of the package's `module` (dotted, `""`: root).
 
     The name of a package's own module ends with `.__init__`.
     """
@@ -146,19 +132,16 @@ def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Imp
         for child in ast.iter_child_nodes(node):
             walk(child, loads, at_start)
 
-    walk(ast.parse(source), True, True)
+    walk(tree, True, True)
     return imports
 
 
 def read_package() -> dict[str, list[Import]]:
     """Return the imports of every module by its dotted name; a package has the package's name."""
-    files = {}
-    for path in HOME.rglob("*.py"):
-        files[".".join(path.relative_to(HOME).with_suffix("").parts)] = path
+    files = {path.removesuffix(".py").replace("/", "."): tree for path, tree in trees().items()}
     modules = {name.removesuffix("__init__").rstrip("."): name for name in files}
     read = {
-        module: imports_in(files[name].read_text(), name, modules)
-        for module, name in sorted(modules.items())
+        module: imports_in(files[name], name, modules) for module, name in sorted(modules.items())
     }
     # The package names what it loads on first use for type checkers only.
     read[""] = [imported for imported in read[""] if imported.loads]
@@ -245,54 +228,22 @@ def test_the_agent_and_its_lower_layers_never_import_torch(module):
     assert {name: reached[name] for name in roots(reached, {"torch", "megatron"})} == {}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if belongs(name, TORCH_FREE_AT_START)])
-def test_the_command_line_starts_without_torch(module):
-    reached = loaded_by(module, at_start=True)
-    assert {name: reached[name] for name in roots(reached, {"torch", "megatron"})} == {}
-
-
-def test_only_the_listed_units_import_megatron():
+@pytest.mark.parametrize(("targets", "allowed"), RESTRICTED.values(), ids=RESTRICTED)
+def test_only_the_listed_units_import_this(targets, allowed):
     wrong = [
         where(module, imported)
         for module, imports in MODULES.items()
         for imported in imports
-        if unit_of(module) not in KNOW_MEGATRON
-        and (
-            belongs(imported.target, ["megatron_lm"])
-            if imported.own
-            else belongs(imported.target, ["megatron"])
-        )
+        if belongs(f"{PACKAGE}.{imported.target}" if imported.own else imported.target, targets)
+        and not belongs(module, allowed)
     ]
     assert wrong == []
 
 
-def test_only_the_object_store_imports_its_client_library():
-    wrong = [
-        where(module, imported)
-        for module, imports in MODULES.items()
-        for imported in imports
-        if not imported.own
-        and belongs(imported.target, STORE_CLIENTS)
-        and module != "storage.object_store"
-    ]
-    assert wrong == []
-
-
-def test_only_storage_opening_chooses_the_kind_of_storage():
-    wrong = [
-        where(module, imported)
-        for module, imports in MODULES.items()
-        for imported in imports
-        if imported.target == "storage.posix_store" and module != "storage.opening"
-    ]
-    assert wrong == []
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_only_modules_that_connect_nodes_need_pyzmq(module):
-    if module not in NEEDS_PYZMQ:
+def test_only_modules_that_connect_nodes_need_pyzmq():
+    for module in MODULES.keys() - set(NEEDS_PYZMQ):
         reached = loaded_by(module, at_start=True)
-        assert {name: reached[name] for name in roots(reached, {"zmq"})} == {}
+        assert {name: reached[name] for name in roots(reached, {"zmq"})} == {}, module
 
 
 def test_layouts_use_neither_io_nor_clock():
@@ -306,32 +257,13 @@ def test_layouts_use_neither_io_nor_clock():
         if not imported.own and belongs(imported.target, IMPURE)
     ]
     wrong += [
-        f"{path.name}:{node.lineno} opens a file"
-        for path in (HOME / "layout").glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open"
+        f"{module}:{node.lineno} opens a file"
+        for module, node in nodes()
+        if module.startswith("layout.") and isinstance(node, ast.Call)
+        if isinstance(node.func, ast.Name) and node.func.id == "open"
     ]
     assert len(layout) > 1
     assert wrong == []
-
-
-def loaded_in_a_new_process(modules: list[str]) -> set[str]:
-    """Return the names in `sys.modules` of a new process that imported only `modules`."""
-    script = f"import sys, {', '.join(modules)}\nprint(*sys.modules, sep='\\n')"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(HOME.parent)},  # no sitecustomize of other tests
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(done.stdout.split())
-
-
-def test_the_agents_server_loads_neither_torch_nor_megatron():
-    loaded = loaded_in_a_new_process(["megatron_flashckpt.agent.server"])
-    assert "megatron_flashckpt.agent.server" in loaded
-    assert roots(loaded, {"torch", "megatron"}) == set()
 
 
 def test_the_package_exports_these_names_and_loads_torch_only_for_its_checkpointer():
@@ -345,6 +277,15 @@ def test_the_package_exports_these_names_and_loads_torch_only_for_its_checkpoint
 def test_modules_that_start_fast_load_neither_torch_nor_megatron():
     fast = [name for name in MODULES if belongs(name, (*TORCH_FREE, *TORCH_FREE_AT_START))]
     names = [f"{PACKAGE}.{name}".rstrip(".") for name in fast if not name.endswith("__main__")]
-    loaded = loaded_in_a_new_process(names)
+    script = f"import sys, {', '.join(names)}\nprint(*sys.modules, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(HOME.parent)},  # no sitecustomize of other tests
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stdout.split())
     assert set(names) <= loaded
+    assert "megatron_flashckpt.agent.server" in loaded
     assert roots(loaded, {"torch", "megatron"}) == set()

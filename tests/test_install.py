@@ -20,14 +20,8 @@ from typing import Any
 import pytest
 import setuptools
 
-from tests.support.forked.nursery import CPU_MEGATRON, REPO
+from tests.support.forked.nursery import REPO
 
-SCRIPT = """\
-import megatron_flashckpt
-from megatron.training import training
-from megatron_flashckpt.checkpointing import save_checkpoint
-print(megatron_flashckpt.__file__, training.save_checkpoint is save_checkpoint)
-"""
 WHERE = "import megatron_flashckpt as m; print(m.__file__)"
 
 
@@ -77,34 +71,26 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> InstalledClone:
     return made
 
 
-def packaged(monkeypatch: pytest.MonkeyPatch, **environment: str) -> dict[str, Any]:
-    """Return the arguments that `setup.py` passes to setuptools."""
+@pytest.mark.parametrize("address", ["https://forge.example/team/project/", None])
+def test_no_link_of_the_long_description_is_relative(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    """With an address, the links of a release lead to its tag."""
     passed: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: passed.update(arguments))
     monkeypatch.delenv("REPOSITORY_URL", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    if address:
+        monkeypatch.setenv("REPOSITORY_URL", address)
     runpy.run_path(str(REPO / "setup.py"))
-    return passed
-
-
-def test_links_of_a_release_lead_to_its_tag(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed = packaged(monkeypatch, REPOSITORY_URL="https://forge.example/team/project/")
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", passed["long_description"])
-    base = f"https://forge.example/team/project/%s/v{passed['version']}/"
-    assert ("", base % "blob" + "docs/quickstart.md") in links
     assert all(target.startswith("https://") for _, target in links)
+    if address is None:
+        assert passed["project_urls"] == {}
+        return
+    base = f"{address}%s/v{passed['version']}/"
+    assert ("", base % "blob" + "docs/quickstart.md") in links
     assert {target.startswith(base % "raw") for image, target in links if image} == {True}
-    assert passed["project_urls"]["Source"] == "https://forge.example/team/project"
-
-
-def test_without_an_address_the_long_description_has_no_relative_link(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    passed = packaged(monkeypatch)
-    targets = re.findall(r"\]\(([^)]+)\)", passed["long_description"])
-    assert [target for target in targets if not target.startswith("https://")] == []
-    assert passed["project_urls"] == {}
+    assert passed["project_urls"]["Source"] == address.rstrip("/")
 
 
 def test_the_source_distribution_has_the_files_that_scripts_run() -> None:
@@ -158,6 +144,9 @@ def test_the_package_is_found_from_every_directory(
     for cwd in (installed.parent, installed.clone, Path("/")):
         printed = installed.run("python", "-c", WHERE, cwd=cwd, **variables)
         assert printed == f"{installed.package}\n", cwd
+    version = installed.run("flashckpt", "--version", cwd=installed.parent, **variables)
+    as_module = ("python", "-m", "megatron_flashckpt.cli", "--version")
+    assert installed.run(*as_module, cwd=installed.parent, **variables) == version
 
 
 def test_a_clone_on_the_path_hides_no_folder_of_the_user(tmp_path: Path) -> None:
@@ -177,22 +166,3 @@ def test_a_clone_on_the_path_hides_no_folder_of_the_user(tmp_path: Path) -> None
         cwd=tmp_path,
         check=True,
     )
-
-
-def test_commands_start_in_the_parent_of_the_clone(installed: InstalledClone) -> None:
-    version = installed.run("flashckpt", "--version", cwd=installed.parent)
-    as_module = ("python", "-m", "megatron_flashckpt.cli", "--version")
-    assert installed.run(*as_module, cwd=installed.parent) == version
-
-
-def test_torchrun_starts_the_launcher_in_the_parent_of_the_clone(installed: InstalledClone) -> None:
-    script = installed.parent / "script.py"
-    script.write_text(SCRIPT)
-    printed = installed.run(
-        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
-        *("-m", "megatron_flashckpt.launch", script),
-        cwd=installed.parent,
-        PYTHONPATH=str(CPU_MEGATRON),
-        CPU_CUDA_STUBS="triton apex",
-    )
-    assert f"{installed.package} True\n" in printed

@@ -10,18 +10,16 @@ import argparse
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-import megatron_flashckpt
 from megatron_flashckpt.cli.commands import _parser
 from megatron_flashckpt.config import Config
+from tests.support.package_source import HOME, texts
 
-HOME = Path(megatron_flashckpt.__file__).parent
 #: Options of Megatron releases other than the installed one.
 OTHER_RELEASES = {
     "--expert-tensor-parallel-num-weight-shards",
@@ -42,25 +40,11 @@ OTHERS = {"--overlap", "--no-", "--max-restarts"}
 WORDS = {"skip", "flashckpt", "release", "field", "dp_zero_gather_scatter", "fully_reshardable"}
 
 
-def strings() -> list[tuple[str, str]]:
-    """Return `(place, string)` of every string that is not a docstring."""
-    located = []
-    for file in sorted(HOME.rglob("*.py")):
-        tree = ast.parse(file.read_text())
-        alone = {
-            id(statement.value) for statement in ast.walk(tree) if isinstance(statement, ast.Expr)
-        }
-        located += [
-            (f"{file.relative_to(HOME)}:{statement.lineno}", statement.value)
-            for statement in ast.walk(tree)
-            if isinstance(statement, ast.Constant)
-            and isinstance(statement.value, str)
-            and id(statement) not in alone
-        ]
-    return located
-
-
-STRINGS = strings()
+STRINGS = [
+    (place, node.value)
+    for place, node in texts()
+    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+]
 
 
 def named(pattern: str) -> list[tuple[str, ...]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
-import megatron_flashckpt
+from tests.support.package_source import HOME, nodes
 
 TESTS = Path(__file__).parent
 TABLE = TESTS / "PITFALLS.md"
-PACKAGE = Path(megatron_flashckpt.__file__).parent
 
 
+@functools.cache
 def functions(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -32,21 +33,23 @@ def test_every_test_that_the_table_names_exists() -> None:
 def test_every_module_that_the_table_names_exists() -> None:
     named = re.findall(r"`(\w+(?:/\w+)*\.py)`", TABLE.read_text().split("\n## ", 1)[1])
     named += re.findall(r"\(`(\w+/[\w/]+)`\)", TABLE.read_text())
-    assert [name for name in named if not (PACKAGE / name).exists()] == []
+    assert [name for name in named if not (HOME / name).exists()] == []
 
 
 def test_only_the_agent_forks_and_only_before_its_first_thread() -> None:
     """A forked trainer would duplicate its threads and its CUDA context."""
     forking = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
+    for module, node in nodes():
+        names: list[str] = []
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom():
                 names = [node.module or ""]
-            if isinstance(node, ast.Attribute) and node.attr in ("fork", "forkpty", "preexec_fn"):
+            case ast.Attribute(attr="fork" | "forkpty" | "preexec_fn"):
                 names = ["os.fork"]
-            if isinstance(node, ast.keyword) and node.arg == "preexec_fn":
+            case ast.keyword(arg="preexec_fn"):
                 names = ["os.fork"]
-            if any(name.split(".")[0] == "multiprocessing" or name == "os.fork" for name in names):
-                forking.append(str(path.relative_to(PACKAGE)))
-    assert forking == ["agent/__main__.py"]
+        if any(name.split(".")[0] == "multiprocessing" or name == "os.fork" for name in names):
+            forking.append(module)
+    assert forking == ["agent.__main__"]

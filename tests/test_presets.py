@@ -15,20 +15,14 @@ PRESETS = sorted(CONFIGS.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
-def test_config_check_accepts_a_preset_and_prints_all_settings(
+def test_a_preset_is_accepted_printed_listed_and_differs_from_the_defaults(
     preset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not main(["config", "check", str(preset)])
-    assert msgspec.yaml.decode(capsys.readouterr().out, type=Config) == load_config(preset, {})
-
-
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
-def test_the_list_names_every_preset(preset: Path) -> None:
+    settings = load_config(preset, {})
+    assert msgspec.yaml.decode(capsys.readouterr().out, type=Config) == settings
     assert f"| `{preset.name}` |" in (CONFIGS / "README.md").read_text()
-
-
-def test_only_the_local_preset_has_the_defaults() -> None:
-    assert [preset.stem for preset in PRESETS if load_config(preset, {}) == Config()] == ["local"]
+    assert (settings == Config()) == (preset.stem == "local")
 
 
 def test_the_local_preset_has_all_fields() -> None:

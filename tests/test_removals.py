@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-import megatron_flashckpt
-
-HOME = Path(megatron_flashckpt.__file__).parent
+from tests.support.package_source import nodes
 
 #: Names of functions and of methods of paths. `os.remove` and `os.replace` are
 #: found by their module, because lists and strings have methods of these names.
@@ -39,12 +36,7 @@ def removes(node: ast.AST) -> bool:
 
 
 def test_only_the_listed_modules_remove_rename_or_truncate_files() -> None:
-    removing = {
-        ".".join(path.relative_to(HOME).with_suffix("").parts)
-        for path in HOME.rglob("*.py")
-        if any(removes(node) for node in ast.walk(ast.parse(path.read_text())))
-    }
-    assert removing == MAY_REMOVE.keys()
+    assert {module for module, node in nodes() if removes(node)} == MAY_REMOVE.keys()
 
 
 #: Modules that delete objects of a store, besides the store itself, and which.
@@ -63,15 +55,10 @@ MAY_DELETE = {
 def test_only_the_store_and_the_janitor_delete_what_others_may_need() -> None:
     deleting = {
         module
-        for path in HOME.rglob("*.py")
-        if not (module := ".".join(path.relative_to(HOME).with_suffix("").parts)).startswith(
-            "storage."
-        )
-        and any(
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "delete"
-            for node in ast.walk(ast.parse(path.read_text()))
-        )
+        for module, node in nodes()
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "delete"
+        and not module.startswith("storage.")
     }
     assert deleting == MAY_DELETE.keys()

@@ -79,16 +79,16 @@ def test_each_file_of_a_save_names_it(save_id: str, first: int, count: int) -> N
 @pytest.mark.parametrize(
     "name",
     [
-        f"{SAVE}.ranks_00003-00001.record",
-        f"{SAVE}.ranks_00000-99999999999.record",
-        f"{SAVE}.ranks_{'9' * 100}-{'9' * 100}.record",
-        f"{SAVE}.ranks_0-1.record",
-        f"{SAVE}.ranks_00001.record",
-        f"{SAVE}.rank_00000.record",
-        f"{SAVE}.ranks_\u0660\u0660\u0660\u0660\u0660-00001.record",
-        f"{SAVE}.ranks_00000-00001.record\n",
-        f"{SAVE}.ranks_00000-00001.safetensors",
-        f"{SAVE}.ranks_-0001-00001.record",
+        *(
+            f"{SAVE}.{rest}"
+            for rest in (
+                *("ranks_00003-00001.record", "ranks_00000-99999999999.record"),
+                *("ranks_0-1.record", "ranks_00001.record", "rank_00000.record"),
+                *("ranks_\u0660\u0660\u0660\u0660\u0660-00001.record", "ranks_-0001-00001.record"),
+                *("ranks_00000-00001.record\n", "ranks_00000-00001.safetensors"),
+                f"ranks_{'9' * 100}-{'9' * 100}.record",
+            )
+        ),
         f"../{SAVE}.ranks_00000-00001.record",
         f".{SAVE}.ranks_00000-00001.record.01234567.tmp",
         record_name(range(2), OTHER),
@@ -130,15 +130,8 @@ def test_iteration_directories_have_megatron_s_names_and_can_be_parsed(iteration
 @pytest.mark.parametrize(
     "name",
     [
-        "",
-        "iter_",
-        "iter_12",
-        "iter_00000012",
-        "iter_000000\u0667",
-        "iter_-000001",
-        "iter_0000007.tmp",
-        "xiter_0000007",
-        "release",
+        *("", "iter_", "iter_12", "iter_00000012", "iter_000000\u0667", "iter_-000001"),
+        *("iter_0000007.tmp", "xiter_0000007", "release"),
     ],
 )
 def test_other_directories_have_no_iteration(name: str) -> None:

@@ -40,32 +40,26 @@ def available(made: Path, cgroup: str | None) -> int:
     return available_nbytes(made / "proc", made / "groups")
 
 
-def test_without_control_groups_the_kernel_s_estimate_counts(made: Path) -> None:
+def test_without_a_limiting_group_the_kernel_s_estimate_counts(made: Path) -> None:
     assert available(made, None) == 8 * GIB
     assert available(made, "0::/\n1:cpu:/a\n") == 8 * GIB
+    group(made / "groups/job", "max", 7 * GIB, 0)
+    group(made / "groups/job/step", 100 * GIB, GIB, 0)
+    assert available(made, "0::/job/step\n") == 8 * GIB
 
 
 def test_the_tightest_group_of_the_process_counts_without_its_cache(made: Path) -> None:
     group(made / "groups/job", 4 * GIB, 3 * GIB, GIB)
     group(made / "groups/job/step", 6 * GIB, GIB, 0)
     group(made / "groups/other", GIB, GIB, 0)
+    group(made / "groups/full", GIB, 2 * GIB, 0)
     assert available(made, "0::/job/step\n") == 2 * GIB
-
-
-def test_a_group_with_no_limit_or_a_larger_one_has_no_effect(made: Path) -> None:
-    group(made / "groups/job", "max", 7 * GIB, 0)
-    group(made / "groups/job/step", 100 * GIB, GIB, 0)
-    assert available(made, "0::/job/step\n") == 8 * GIB
+    assert available(made, "0::/full\n") == 0
 
 
 def test_in_a_container_the_root_of_the_mount_counts(made: Path) -> None:
     group(made / "groups/memory", 3 * GIB, GIB, 0, version=1)
     assert available(made, "4:cpu,memory:/docker/abc\n0::/\n") == 2 * GIB
-
-
-def test_a_full_group_leaves_nothing(made: Path) -> None:
-    group(made / "groups/job", GIB, 2 * GIB, 0)
-    assert available(made, "0::/job\n") == 0
 
 
 @pytest.fixture
@@ -100,6 +94,7 @@ def test_a_real_control_group_refuses_a_slab_and_kills_no_process(
 
 
 def test_a_limit_has_the_same_key_in_all_containers_of_a_machine(made: Path) -> None:
+    assert limits(made / "proc", made / "groups")[0].key == platform.node(), "without a boot id"
     (made / "proc/sys/kernel/random").mkdir(parents=True)
     (made / "proc/sys/kernel/random/boot_id").write_text("b00d\n")
     (made / "proc/self/cgroup").write_text("0::/pod/step\n")
@@ -116,7 +111,3 @@ def test_a_limit_has_the_same_key_in_all_containers_of_a_machine(made: Path) -> 
     assert [(limit.key, limit.left_nbytes) for limit in inside] == [
         (limit.key, limit.left_nbytes) for limit in outside
     ]
-
-
-def test_a_machine_without_a_boot_id_is_named_by_its_host_name(made: Path) -> None:
-    assert limits(made / "proc", made / "groups")[0].key == platform.node()

@@ -56,35 +56,29 @@ def test_an_older_kernel_gets_no_seal_request(
     assert requested == [always | MFD_NOEXEC_SEAL, always]
 
 
-def test_core_dumps_leave_slabs_out() -> None:
-    slab = Slab.create(1, 0, 1, "dumped")
+def of_smaps(name: str, field: str) -> str:
+    """Return a field of the mapping of memfd `name`."""
     text = Path("/proc/self/smaps").read_text()
-    mapping = text[text.index("/memfd:flashckpt-dumped ") :]
-    flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags:"))
-    assert "dd" in flags.split()
-    slab.close()
-
-
-def with_holes(name: str, stretches: str) -> tuple[int, memoryview]:
-    """Return a memfd and its mapping; each stretch of 2 MiB marked `x` has a page, others none."""
-    fd = create_memory(f"flashckpt-{name}")
-    os.ftruncate(fd, len(stretches) * HUGE_NBYTES)
-    for number, stretch in enumerate(stretches):
-        if stretch == "x":
-            os.pwrite(fd, b"1", number * HUGE_NBYTES)
-    return fd, mapping.map_shared(fd, len(stretches) * HUGE_NBYTES)
+    entry = text[text.index(f"/memfd:flashckpt-{name} ") :].splitlines()
+    return next(line for line in entry if line.startswith(f"{field}:")).partition(":")[2]
 
 
 def smaps(name: str, field: str) -> int:
-    """Return a field of the mapping of memfd `name`, in bytes."""
-    text = Path("/proc/self/smaps").read_text()
-    entry = text[text.index(f"/memfd:flashckpt-{name} ") :].splitlines()
-    return int(next(line for line in entry if line.startswith(f"{field}:")).split()[1]) * 1024
+    return int(of_smaps(name, field).split()[0]) * 1024
+
+
+def test_core_dumps_leave_slabs_out() -> None:
+    slab = Slab.create(1, 0, 1, "dumped")
+    assert "dd" in of_smaps("dumped", "VmFlags").split()
+    slab.close()
 
 
 def kernel_collapses() -> bool:
     """Return whether the kernel makes huge pages now; independent of the code under test."""
-    fd, probe = with_holes("probe", "x")
+    fd = create_memory("probe")
+    os.ftruncate(fd, HUGE_NBYTES)
+    os.pwrite(fd, b"1", 0)
+    probe = mapping.map_shared(fd, HUGE_NBYTES)
     os.close(fd)
     madvise, address = ctypes.CDLL(None).madvise, ctypes.c_void_p(mapping.address_of(probe))
     return madvise(address, ctypes.c_size_t(HUGE_NBYTES), 25) == 0
@@ -93,22 +87,6 @@ def kernel_collapses() -> bool:
 def require_huge_pages() -> None:
     if not kernel_collapses():
         pytest.skip("this kernel does not collapse pages (Linux 6.1), or has no huge page left")
-
-
-def test_a_stretch_that_cannot_be_huge_costs_only_its_own_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The kernel ends a call at the first stretch that fails; here it is one without a page."""
-    require_huge_pages()
-    monkeypatch.setattr(mapping, "_COLLAPSE_NBYTES", 2 * HUGE_NBYTES)
-    fd, memory = with_holes("holes", "x.xxxxx")
-    collapsed = mapping._collapse(memory)
-    assert collapsed == 5 * HUGE_NBYTES
-    os.posix_fallocate(fd, 0, len(memory))
-    mapping.populate(memory)
-    assert smaps("holes", "ShmemPmdMapped") >= collapsed
-    assert [memory[number * HUGE_NBYTES] for number in range(7)] == [49, 0, 49, 49, 49, 49, 49]
-    os.close(fd)
 
 
 @pytest.fixture
@@ -126,36 +104,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return made
 
 
-def test_a_slab_is_collapsed_by_short_calls(calls: list[tuple[int, int, int]]) -> None:
-    """With one call for all, a failure early in the slab left the rest in pages of 4 KiB."""
-    memory = memoryview(bytearray(70 * 2**20 + 5))
-    assert mapping._collapse(memory) == 38 * 2**20
-    expected = [(mib * 2**20, mapping._MADV_COLLAPSE) for mib in (32, 32, 6)]
-    assert [call[1:] for call in calls] == expected
+def test_pages_are_collapsed_and_mapped_by_short_calls(calls: list[tuple[int, int, int]]) -> None:
+    """With one call for all, a failure early in the slab left the rest in pages of 4 KiB.
 
-
-def test_a_populated_slab_knows_how_much_of_it_is_huge() -> None:
-    """Also a slab that another process has allocated."""
-    slab = Slab.create(1, 0, 5 * 2**20, "pages", huge_pages=True)
-    for _ in range(2):
-        slab.populate(huge_pages=True)
-        assert slab.huge_nbytes == smaps("pages", "ShmemPmdMapped")
-        fd = os.dup(slab.fd)
-        slab.close()
-        slab = Slab.attach(fd)
-    slab.close()
-    slab = Slab.create(1, 0, 5 * 2**20, "small", huge_pages=False)
-    slab.populate()
-    assert slab.huge_nbytes == smaps("small", "ShmemPmdMapped") == 0
-    slab.close()
-
-
-def test_pages_are_mapped_by_many_short_calls(calls: list[tuple[int, int, int]]) -> None:
-    """Each call holds the kernel's lock of the memory map; other threads allocate between calls."""
-    memory = memoryview(bytearray(9 * 2**20 + 5))
-    mapping.populate(memory)
-    begin, mib = calls[0][0], 2**20
-    assert [(address - begin, nbytes) for address, nbytes, _ in calls] == [
+    Each call holds the kernel's lock of the memory map; other threads allocate between calls.
+    """
+    mib = 2**20
+    assert mapping._collapse(memoryview(bytearray(70 * mib + 5))) == 38 * mib
+    assert [call[1:] for call in calls] == [
+        (number * mib, mapping._MADV_COLLAPSE) for number in (32, 32, 6)
+    ]
+    calls.clear()
+    mapping.populate(memoryview(bytearray(9 * mib + 5)))
+    assert [(address - calls[0][0], nbytes) for address, nbytes, _ in calls] == [
         (0, 4 * mib),
         (4 * mib, 4 * mib),
         (8 * mib, mib + 5),

@@ -62,6 +62,8 @@ def test_the_node_is_requested_before_a_page_is_allocated(
     machine: str,
     number: int,
 ) -> None:
+    Slab.create(1, 0, PAGE, "0").close()
+    assert kernel.calls == [], "without a node no placement is requested"
     monkeypatch.setattr(mapping, "_MACHINE", machine)
     asked_before: list[int] = []
     monkeypatch.setattr(
@@ -72,11 +74,6 @@ def test_the_node_is_requested_before_a_page_is_allocated(
     assert kernel.calls == [(number, address_of(slab.memory), nbytes, MPOL_PREFERRED, *mask, 0)]
     assert asked_before == [1]
     slab.close()
-
-
-def test_without_a_node_no_placement_is_requested(kernel: Kernel) -> None:
-    Slab.create(1, 0, PAGE, "0").close()
-    assert kernel.calls == []
 
 
 @pytest.mark.parametrize("why", ["refused", "another machine"])
@@ -117,39 +114,34 @@ def gpus() -> Iterator[Node]:
         yield node
 
 
-@pytest.fixture
-def devices(gpus: Node, tmp_path: Path) -> Path:
-    """Make the files in which the kernel describes the PCI device of GPU 3."""
+@pytest.mark.usefixtures("gpus")
+def test_a_gpu_has_the_node_of_its_pci_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "0000:03:00.0").mkdir()
-    (tmp_path / "0000:03:00.0/numa_node").write_text("1\n")
-    return tmp_path
-
-
-def test_a_gpu_has_the_node_of_its_pci_device(devices: Path) -> None:
-    assert node_of_gpu(3, devices) == 1
-    assert node_of_gpu(4, devices) is None
-
-
-def test_an_unknown_node_of_a_gpu_is_none(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (devices / "0000:03:00.0/numa_node").write_text("-1\n")
-    assert node_of_gpu(3, devices) is None
-    (devices / "0000:03:00.0/numa_node").write_text("1\n")
+    file = tmp_path / "0000:03:00.0/numa_node"
+    file.write_text("1\n")
+    assert node_of_gpu(3, tmp_path) == 1
+    assert node_of_gpu(4, tmp_path) is None
+    file.write_text("-1\n")
+    assert node_of_gpu(3, tmp_path) is None
+    file.write_text("1\n")
     older = types.SimpleNamespace(major=9)  # releases of torch without PCI numbers
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: older)
-    assert node_of_gpu(3, devices) is None
+    assert node_of_gpu(3, tmp_path) is None
 
 
-@pytest.fixture
-def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeLink]:
-    made = NodeLink(str(tmp_path), 0, Config(runtime_dir=str(tmp_path / "run")))
-    monkeypatch.setattr(made._connection, "client", lambda: None)
-    monkeypatch.setattr(made, "_attach", lambda slab: None)
-    yield made
-    made.close(leave=False)
-
-
-def nodes_of_slabs(link: NodeLink, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Return the NUMA nodes of a slab made in the background and of a larger slab of a save."""
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_slab_lies_at_the_training_thread_s_gpu(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    """Another thread's current device, in which a slab is made, is 0 until the thread sets one."""
+    if has_gpu:
+        request.getfixturevalue("gpus")
+        torch.cuda.set_device(5)
+    link = NodeLink(str(tmp_path), 0, Config(runtime_dir=str(tmp_path / "run")))
+    monkeypatch.setattr(link._connection, "client", lambda: None)
+    monkeypatch.setattr(link, "_attach", lambda slab: None)
     monkeypatch.setattr("megatron_flashckpt.save.new_slab.node_of_gpu", lambda device: device + 10)
     nodes: list[int | None] = []
     create = Slab.create
@@ -160,19 +152,6 @@ def nodes_of_slabs(link: NodeLink, monkeypatch: pytest.MonkeyPatch) -> list[int 
 
     monkeypatch.setattr(Slab, "create", noted)
     link.prepare(PAGE)
-    link.ensure_slab(10 * PAGE, 0)
-    return nodes
-
-
-def test_a_slab_made_in_the_background_lies_at_the_training_thread_s_gpu(
-    gpus: Node, link: NodeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread's current device is 0 until the thread sets one."""
-    torch.cuda.set_device(5)
-    assert nodes_of_slabs(link, monkeypatch) == [15, 15]
-
-
-def test_a_slab_of_a_rank_without_a_gpu_lies_anywhere(
-    link: NodeLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert nodes_of_slabs(link, monkeypatch) == [None, None]
+    link.ensure_slab(10 * PAGE, 0)  # larger, for a save
+    assert nodes == [15 if has_gpu else None] * 2
+    link.close(leave=False)

@@ -77,6 +77,7 @@ class Gate:
 
 
 def test_one_thread_locks_all_chunks_in_order_on_the_rank_s_device(node: Node, slab: Slab) -> None:
+    """A thread of training that unlocks them would change its device or break a capture."""
     pinned = PinnedSlab(slab, 5, None)
     pinned.wait()
     assert pinned.covers(slab.geometry.nbytes)
@@ -87,21 +88,11 @@ def test_one_thread_locks_all_chunks_in_order_on_the_rank_s_device(node: Node, s
     assert (first.name, first.thread) == ("set_device", THREAD)
     assert torch.cuda.current_device() == 0, "the training thread keeps its device"
     pinned.unpin()
-
-
-def test_the_locked_range_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
-    gate = node.refusals["cudaHostRegister"] = Gate()
-    pinned = PinnedSlab(slab, 0, None)
-    for number in range(5):
-        eventually("the thread is inside the driver", lambda: gate.waiting == 1)
-        assert pinned.covers(number * CHUNK)
-        assert not pinned.covers(number * CHUNK + 1)
-        gate.open(1)
-        eventually("one chunk more", lambda number=number: pinned.nbytes > number * CHUNK)
-    pinned.wait()
-    assert pinned.nbytes == slab.geometry.nbytes
-    pinned.close()
     await_end(pinned)
+    assert not pinned.covers(1)
+    assert node.runtime.locked == {}
+    calls = [(c.thread, c.device) for c in node.calls if c.name == "cudaHostUnregister"]
+    assert calls == [(THREAD, 5)] * 5
 
 
 @pytest.fixture
@@ -156,6 +147,7 @@ def test_all_ranks_of_a_node_pause_together(node: Node, slab: Slab, tmp_path: Pa
     assert second.covers(slab.geometry.nbytes)
     for pinned in (first, second):
         pinned.unpin()
+    assert os.listdir(tmp_path) == []
     other_slab.close()
 
 
@@ -173,28 +165,15 @@ def test_chunks_locked_before_a_failure_stay_usable(
     assert len(node.runtime.registered_by) == failing
     (warning,) = caplog.messages
     total, locked = slab.geometry.nbytes / 2**30, failing * CHUNK / 2**30
-    assert warning == (
+    assert warning.startswith(
         f"{locked:.2f} of {total:.2f} GiB of this rank's checkpoint slots are page-locked "
-        "(cudaHostRegister: status 2), so copies into the rest are slower; usually the kernel or "
-        "the GPU driver limits page-locked memory: update them, or set 'pinned: false' to "
-        "page-lock nothing"
+        "(cudaHostRegister: status 2)"
     )
-    assert "ulimit" not in warning
+    assert "set 'pinned: false'" in warning
     made.add_(1)  # does not raise here: the error stays in the other thread
     assert made.item() == 8
     pinned.unpin()
     assert node.runtime.locked == {}
-
-
-def test_no_thread_of_training_unlocks_the_chunks(node: Node, slab: Slab) -> None:
-    pinned = PinnedSlab(slab, 5, None)
-    pinned.wait()
-    pinned.unpin()
-    await_end(pinned)
-    assert not pinned.covers(1)
-    assert node.runtime.locked == {}
-    calls = [(c.thread, c.device) for c in node.calls if c.name == "cudaHostUnregister"]
-    assert calls == [(THREAD, 5)] * 5
 
 
 def test_unpinning_during_locking_unlocks_the_locked_chunks(node: Node, slab: Slab) -> None:
@@ -215,22 +194,11 @@ def test_unpinning_during_locking_unlocks_the_locked_chunks(node: Node, slab: Sl
     assert node.here.latched is None
 
 
-def test_memory_that_stays_locked_stays_mapped(node: Node) -> None:
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_closed_memory_stays_mapped_until_it_is_unlocked_for_another_slab(
+    node: Node, has_failed: bool
+) -> None:
     """CUDA still copies to the old pages, even if their addresses are mapped again."""
-    slab = new_slab("stays")
-    pinned = PinnedSlab(slab, 5, None)
-    pinned.wait()
-    (address, *_) = node.runtime.locked
-    pinned.close()
-    slab.close()
-    del slab, pinned
-    assert times_mapped("stays") == 1
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    (line,) = [line for line in maps if "/memfd:flashckpt-stays " in line]
-    assert int(line.split("-")[0], 16) == address
-
-
-def test_closed_memory_is_unlocked_and_unmapped_for_another_slab(node: Node) -> None:
     slabs = [new_slab("closed") for _ in range(2)]
     for slab in slabs:
         pinned = PinnedSlab(slab, 5, None)
@@ -238,26 +206,20 @@ def test_closed_memory_is_unlocked_and_unmapped_for_another_slab(node: Node) -> 
         pinned.close()
         slab.close()
     del slab, slabs, pinned
-    assert times_mapped("closed") == 2
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {int(line.split("-")[0], 16) for line in maps if "/memfd:flashckpt-closed " in line}
+    assert mapped <= node.runtime.locked.keys()
+    assert len(mapped) == 2
+    if has_failed:
+        node.devices[5].fail("an illegal memory access was encountered")
     unlock_closed()
-    assert node.runtime.locked == {}
     assert times_mapped("closed") == 0
-    calls = {(c.thread, c.device) for c in node.calls if c.name == "cudaHostUnregister"}
-    assert calls == {(THREAD, 5)}
-    assert node.here.latched is None
+    if not has_failed:
+        assert node.runtime.locked == {}
+        calls = {(c.thread, c.device) for c in node.calls if c.name == "cudaHostUnregister"}
+        assert calls == {(THREAD, 5)}
+        assert node.here.latched is None
     unlock_closed()
-
-
-def test_unlocking_closed_memory_ends_even_if_the_device_has_failed(node: Node) -> None:
-    slab = new_slab("failed")
-    pinned = PinnedSlab(slab, 5, None)
-    pinned.wait()
-    pinned.close()
-    slab.close()
-    node.devices[5].fail("an illegal memory access was encountered")
-    del slab, pinned
-    unlock_closed()
-    assert times_mapped("failed") == 0
 
 
 def test_closing_does_not_wait_for_a_hanging_driver(
@@ -272,21 +234,6 @@ def test_closing_does_not_wait_for_a_hanging_driver(
     gate.open(1)
     await_end(pinned)
     assert len(node.runtime.registered_by) == 1, "no further chunk is locked"
-
-
-def test_the_ranks_of_a_node_lock_one_after_another(node: Node, slab: Slab, tmp_path: Path) -> None:
-    gate = node.refusals["cudaHostRegister"] = Gate()
-    other_slab = new_slab()
-    both = [PinnedSlab(slab, 0, tmp_path), PinnedSlab(other_slab, 1, tmp_path)]
-    eventually("one is inside the driver", lambda: gate.waiting == 1)
-    gate.open(10)
-    for pinned in both:
-        pinned.wait()
-        assert pinned.covers(slab.geometry.nbytes)
-        pinned.unpin()
-    assert gate.most_waiting == 1
-    assert os.listdir(tmp_path) == []
-    other_slab.close()
 
 
 def test_a_rank_that_waits_for_the_lock_can_be_closed(
@@ -348,7 +295,7 @@ def refuse() -> None:
 
 
 @pytest.mark.parametrize("name", ["set_device", "cudaHostRegister"])
-def test_if_the_runtime_raises_no_chunk_is_locked(
+def test_if_the_runtime_raises_no_chunk_is_locked_and_unpinning_ends(
     node: Node, slab: Slab, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.refusals[name] = refuse
@@ -359,15 +306,12 @@ def test_if_the_runtime_raises_no_chunk_is_locked(
     assert "CUDA error: an illegal memory access was encountered" in warning
     pinned.unpin()
     assert not pinned._thread.is_alive()
-
-
-def test_unpinning_ends_even_if_the_runtime_raises(node: Node, slab: Slab) -> None:
-    pinned = PinnedSlab(slab, 0, None)
-    pinned.wait()
+    del node.refusals[name]
+    other = PinnedSlab(slab, 0, None)
+    other.wait()
     node.refusals["cudaHostUnregister"] = refuse
-    pinned.unpin()
-    await_end(pinned)
-    assert not pinned.covers(1)
+    other.unpin()
+    assert not other.covers(1)
 
 
 def test_a_directory_that_is_away_does_not_end_locking(

@@ -68,29 +68,22 @@ def test_all_pages_of_a_slab_are_allocated_at_its_creation() -> None:
     slab.close()
 
 
-def test_a_slab_s_descriptor_is_not_inherited_and_its_name_has_the_rank() -> None:
+@nothing_left_open()
+def test_a_slab_s_descriptor_is_named_by_rank_and_closed_once() -> None:
     slab = Slab.create(1, 0, 1, "17")
     assert not os.get_inheritable(slab.fd)
     assert "flashckpt-17" in os.readlink(f"/proc/self/fd/{slab.fd}")
     slab.close()
+    slab.close()
+    assert slab.fd == -1
 
 
-@pytest.mark.parametrize(
-    ("meta", "data", "slots", "expected"),
-    [
-        (PAGE, 2 * PAGE, 2, True),
-        (0, 0, 2, True),
-        (PAGE + 1, 1, 2, False),
-        (1, 2 * PAGE + 1, 2, False),
-        (1, 1, 3, False),
-        (1, 1, 1, False),
-    ],
-)
-def test_a_slab_fits_slots_of_equal_number_and_no_larger_size(
-    meta: int, data: int, slots: int, expected: bool
-) -> None:
+def test_a_slab_fits_slots_of_equal_number_and_no_larger_size() -> None:
     slab = Slab.create(2, PAGE, 2 * PAGE, "0")
-    assert slab.fits(meta, data, slots) == expected
+    assert slab.fits(PAGE, 2 * PAGE, 2)
+    assert slab.fits(0, 0, 2)
+    for larger in ((PAGE + 1, 1, 2), (1, 2 * PAGE + 1, 2), (1, 1, 3), (1, 1, 1)):
+        assert not slab.fits(*larger)
     slab.close()
 
 
@@ -147,11 +140,8 @@ def test_slabs_that_other_processes_are_allocating_count(monkeypatch: pytest.Mon
         assert of_rank_7(0) == {"7": 10 * mib}
         Slab.create(2, 0, 31 * mib, "3").close()
     assert of_rank_7(0) == {}, "the other process has ended"
-
-
-def test_a_complete_slab_is_no_longer_announced() -> None:
-    slab = Slab.create(2, 0, 3 << 20, "of-this-test")
-    assert "of-this-test" not in reservations.announced(0)
+    slab = Slab.create(2, 0, 3 * mib, "of-this-test")
+    assert "of-this-test" not in ours(0), "a complete slab is no longer announced"
     slab.close()
 
 
@@ -194,13 +184,20 @@ def test_attaching_another_file_is_refused_and_closes_it(open_it: Callable[[], i
         Slab.attach(fd)
 
 
+def _copy(slab: Slab, flags: int = os.MFD_ALLOW_SEALING) -> int:
+    fd = os.memfd_create("copy", flags)
+    os.write(fd, slab.memory)
+    return fd
+
+
 def test_no_holder_of_a_slab_can_change_its_size() -> None:
+    """A slab that is not sealed yet is sealed when it is attached."""
     slab = Slab.create(2, 0, 10 * PAGE, "0")
     seals = fcntl.fcntl(slab.fd, fcntl.F_GET_SEALS)
     for seal in (fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL):
         assert seals & seal
-    other = Slab.attach(os.dup(slab.fd))
-    for fd in (slab.fd, other.fd):
+    others = [Slab.attach(os.dup(slab.fd)), Slab.attach(_copy(slab))]
+    for fd in (slab.fd, *(other.fd for other in others)):
         for nbytes in (0, slab.geometry.nbytes - PAGE, slab.geometry.nbytes + PAGE):
             with pytest.raises(PermissionError):
                 os.ftruncate(fd, nbytes)
@@ -208,39 +205,19 @@ def test_no_holder_of_a_slab_can_change_its_size() -> None:
             os.posix_fallocate(fd, 0, slab.geometry.nbytes + PAGE)
     with open(f"/proc/self/fd/{slab.fd}", "r+b") as file, pytest.raises(PermissionError):
         file.truncate(0)
-    other.close()
-    slab.close()
+    for holder in (slab, *others):
+        holder.close()
 
 
-def _copy(slab: Slab, flags: int = os.MFD_ALLOW_SEALING) -> int:
-    fd = os.memfd_create("copy", flags)
-    os.write(fd, slab.memory)
-    return fd
-
-
-def test_an_unsealed_slab_is_sealed_at_attach_or_refused() -> None:
+def test_a_slab_that_cannot_be_sealed_is_refused() -> None:
     slab = Slab.create(2, 0, 10 * PAGE, "0")
-    attached = Slab.attach(_copy(slab))
-    with pytest.raises(PermissionError):
-        os.ftruncate(attached.fd, 0)
-    attached.close()
-    with nothing_left_open():
-        with pytest.raises(StorageError, match="not a slab"):
-            Slab.attach(_copy(slab, 0))  # a memfd that does not allow seals
-        with tempfile.TemporaryFile() as file:
-            file.write(slab.memory)
-            file.flush()
+    with nothing_left_open(), tempfile.TemporaryFile() as file:
+        file.write(slab.memory)
+        file.flush()
+        for fd in (_copy(slab, 0), os.dup(file.fileno())):
             with pytest.raises(StorageError, match="not a slab"):
-                Slab.attach(os.dup(file.fileno()))
+                Slab.attach(fd)
     slab.close()
-
-
-@nothing_left_open()
-def test_a_second_close_has_no_effect() -> None:
-    slab = Slab.create(1, 0, 1, "0")
-    slab.close()
-    slab.close()
-    assert slab.fd == -1
 
 
 @nothing_left_open()
@@ -274,20 +251,22 @@ def test_staging_into_a_populated_slab_causes_no_page_faults() -> None:
 
 
 @pytest.mark.parametrize("huge_pages", [True, False])
-def test_a_slab_consists_of_huge_pages_if_requested(huge_pages: bool) -> None:
+def test_a_slab_consists_of_huge_pages_if_requested_and_knows_how_many(huge_pages: bool) -> None:
     require_huge_pages()
     made = Slab.create(2, 100, 9 * HUGE_NBYTES, "huge", huge_pages=huge_pages)
-    try:
-        made.populate()
-        expected = made.geometry.nbytes // HUGE_NBYTES * HUGE_NBYTES if huge_pages else 0
-        assert smaps("huge", "ShmemPmdMapped") == expected
-        assert os.fstat(made.fd).st_blocks * 512 >= made.geometry.nbytes, (
-            "all other pages are allocated too"
-        )
-        begin = made.geometry.slot_offset(0)
-        assert not any(bytes(made.memory[begin:])), "a slab begins with zeros"
-    finally:
+    expected = made.geometry.nbytes // HUGE_NBYTES * HUGE_NBYTES if huge_pages else 0
+    for _ in range(2):  # also in another process, which has not allocated it
+        made.populate(huge_pages=huge_pages)
+        assert made.huge_nbytes == smaps("huge", "ShmemPmdMapped") == expected
+        fd = os.dup(made.fd)
         made.close()
+        made = Slab.attach(fd)
+    assert os.fstat(made.fd).st_blocks * 512 >= made.geometry.nbytes, (
+        "all other pages are allocated too"
+    )
+    begin = made.geometry.slot_offset(0)
+    assert not any(bytes(made.memory[begin:])), "a slab begins with zeros"
+    made.close()
 
 
 def test_a_refused_memfd_is_a_storage_error(

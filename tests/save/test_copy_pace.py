@@ -56,13 +56,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return made
 
 
-def enqueue(gpu: Gpu, pace: CopyPace, nbytes: int = PART) -> float:
-    """Enqueue a part in its turn; return the seconds for which the engine was idle before it."""
-    pace.await_turn(gpu.hurry)
-    with pace.part(nbytes):
-        begin = max(gpu.idle_at, gpu.now)
-        idle_s = begin - gpu.idle_at
-        gpu.idle_at = begin + nbytes / gpu.bytes_per_s
+def enqueue(gpu: Gpu, pace: CopyPace, count: int = 1, nbytes: int = PART) -> float:
+    """Enqueue parts in their turn; return for how many seconds the engine idled before the last."""
+    for _ in range(count):
+        pace.await_turn(gpu.hurry)
+        with pace.part(nbytes):
+            begin = max(gpu.idle_at, gpu.now)
+            idle_s = begin - gpu.idle_at
+            gpu.idle_at = begin + nbytes / gpu.bytes_per_s
     return idle_s
 
 
@@ -92,19 +93,16 @@ def test_the_engine_is_idle_between_parts_for_a_small_share_of_time(
 
 def test_parts_slow_down_within_a_save_when_the_bus_does(gpu: Gpu) -> None:
     pace = CopyPace(PART)
-    for _ in range(8):
-        enqueue(gpu, pace)
+    enqueue(gpu, pace, 8)
     gpu.bytes_per_s /= 2
-    for _ in range(40):
-        enqueue(gpu, pace)
+    enqueue(gpu, pace, 40)
     assert pace.bytes_per_s == pytest.approx(25e9)
     assert gpu.idle_at - gpu.now < 8 * PART / 25e9, "40 parts at the former rate would leave 20"
 
 
 def test_lateness_adds_up_only_beyond_a_gap(gpu: Gpu) -> None:
     pace = CopyPace(PART)
-    for _ in range(5):
-        enqueue(gpu, pace)
+    enqueue(gpu, pace, 5)
     interval_s = PART / (BUSY_SHARE * 50e9)
     gap_s = interval_s * (1 - BUSY_SHARE)
     for late_s, added_s in ((0.9 * gap_s, 0.0), (0.0, 0.0), (1.0, 1.0 - gap_s)):
@@ -116,33 +114,24 @@ def test_lateness_adds_up_only_beyond_a_gap(gpu: Gpu) -> None:
         assert gpu.now == pytest.approx(on_time + interval_s + added_s)
 
 
-def test_a_part_that_kernels_delayed_does_not_count(gpu: Gpu) -> None:
+def test_parts_that_are_small_or_delayed_by_kernels_do_not_count(gpu: Gpu) -> None:
     """With one connection, kernels launched between the events of a part run between them."""
     pace = CopyPace(PART)
+    gpu.bytes_per_s = 1e6  # the time of a call, not of its bytes
+    enqueue(gpu, pace, 10, nbytes=1000)
+    assert pace.bytes_per_s is None
     for number in range(20):
-        if number % 8 in (4, 6):
-            gpu.bytes_per_s = 5e9
+        gpu.bytes_per_s = 5e9 if number % 8 in (4, 6) else 50e9
         enqueue(gpu, pace)
-        gpu.bytes_per_s = 50e9
         gpu.now = max(gpu.now, gpu.idle_at)
     assert pace.bytes_per_s == pytest.approx(50e9)
 
 
-def test_small_parts_are_not_timed(gpu: Gpu) -> None:
-    pace = CopyPace(PART)
-    gpu.bytes_per_s = 1e6  # the time of a call, not of its bytes
-    for _ in range(10):
-        enqueue(gpu, pace, 1000)
-    assert pace.bytes_per_s is None
-
-
 def test_nothing_waits_when_the_optimizer_s_step_does(gpu: Gpu) -> None:
     pace = CopyPace(PART)
-    for _ in range(5):
-        enqueue(gpu, pace)
+    enqueue(gpu, pace, 5)
     gpu.hurry.set()
     gpu.hurry.wait = lambda timeout: True  # type: ignore[method-assign, assignment]
     before = gpu.now
-    for _ in range(50):
-        enqueue(gpu, pace)
+    enqueue(gpu, pace, 50)
     assert gpu.now == before

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from argparse import Namespace
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_flashckpt.config import AgentConfig, Config, Trace
 from megatron_flashckpt.errors import ConfigError, UnsupportedError
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save import entry_points
 from megatron_flashckpt.save.session import session
 
+Job = Callable[..., Namespace]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    """Return a function that sets Megatron's arguments and one of its own functions."""
+
+    def begin(name: str, function: Callable[..., Any], **flags: Any) -> Namespace:
+        args = Namespace(**{"save": "/save", "train_iters": 10, **flags})
+        monkeypatch.setitem(stock._ORIGINALS, ("training", name), function)
+        monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
+        return args
+
+    return begin
+
 
 def test_the_first_step_of_a_job_that_is_left_to_megatron_prepares_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The self-check would refuse a model that shards its parameters itself."""
 
     def prepare(root: str) -> None:
         raise AssertionError(f"saves to {root} are prepared")
 
-    args = Namespace(save="/save", use_megatron_fsdp=True)
-    monkeypatch.setitem(stock._ORIGINALS, ("training", "train_step"), lambda model: f"{model} made")
-    monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
+    args = job("train_step", lambda model: f"{model} made", use_megatron_fsdp=True)
     monkeypatch.setattr(session, "startup", prepare)
     assert entry_points.train_step("step") == "step made"
     args.use_megatron_fsdp = False
@@ -37,18 +54,12 @@ def test_the_first_step_of_a_job_that_is_left_to_megatron_prepares_nothing(
 @pytest.mark.parametrize(
     ("imported", "has_async_utils", "replaced"),
     [
-        pytest.param(["update_num_microbatches"], True, [], id="checkpointing"),
-        pytest.param(
-            ["update_num_microbatches", "initialize_megatron"],
-            True,
-            ["initialize_megatron"],
-            id="async_utils",
-        ),
-        pytest.param(
-            ["update_num_microbatches"], False, ["update_num_microbatches"], id="before core 0.7"
-        ),
-        pytest.param(["initialize_megatron", "train_step"], True, [], id="complete"),
+        (["update_num_microbatches"], True, []),
+        (["update_num_microbatches", "initialize_megatron"], True, ["initialize_megatron"]),
+        (["update_num_microbatches"], False, ["update_num_microbatches"]),
+        (["initialize_megatron", "train_step"], True, []),
     ],
+    ids=["checkpointing", "async_utils", "before core 0.7", "complete"],
 )
 def test_the_earliest_function_of_a_module_that_is_being_imported_is_replaced(
     imported: list[str],
@@ -81,7 +92,7 @@ def test_the_earliest_function_of_a_module_that_is_being_imported_is_replaced(
     ],
 )
 def test_saves_are_prepared_when_a_model_that_will_be_trained_is_built(
-    flags: dict[str, object], is_prepared: bool, monkeypatch: pytest.MonkeyPatch
+    job: Job, flags: dict[str, object], is_prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that does not train may lack permission to write."""
     prepared: list[tuple[object, ...]] = []
@@ -93,12 +104,8 @@ def test_saves_are_prepared_when_a_model_that_will_be_trained_is_built(
         def prepare(self, job: JobState) -> None:
             prepared.append((self.root, job.chunks, job.optimizer))
 
-    args = Namespace(**{"save": "/save", "train_iters": 10, **flags})
     built = (["model"], "optimizer", "scheduler")
-    monkeypatch.setitem(
-        stock._ORIGINALS, ("training", "setup_model_and_optimizer"), lambda provider: built
-    )
-    monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
+    job("setup_model_and_optimizer", lambda provider: built, **flags)
     monkeypatch.setattr(stock.checkpointing(), "unwrap_model", lambda model: model)
     monkeypatch.setattr(session, "startup", Startup)
     assert entry_points.setup_model_and_optimizer("provider") is built
@@ -108,14 +115,14 @@ def test_saves_are_prepared_when_a_model_that_will_be_trained_is_built(
 @pytest.mark.parametrize(
     ("flags", "is_kept"),
     [
-        pytest.param({}, True, id="ours"),
-        pytest.param({"use_megatron_fsdp": True}, False, id="left to Megatron"),
-        pytest.param({"ckpt_convert_format": "torch"}, False, id="in Megatron's format"),
-        pytest.param({"save": None}, False, id="no save"),
+        ({}, True),
+        ({"use_megatron_fsdp": True}, False),
+        ({"ckpt_convert_format": "torch"}, False),
+        ({"save": None}, False),
     ],
 )
 def test_a_save_of_ours_leaves_gpu_memory_in_torch_s_cache(
-    flags: dict[str, object], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    job: Job, flags: dict[str, object], is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step after Megatron's own `empty_cache` allocates gigabytes again."""
     emptied: list[str] = []
@@ -123,35 +130,26 @@ def test_a_save_of_ours_leaves_gpu_memory_in_torch_s_cache(
     def empty_cache() -> None:
         emptied.append(threading.current_thread().name)
 
-    def save_and_time(fails: bool) -> None:
+    def save_and_time() -> None:
         other = threading.Thread(target=lambda: torch.cuda.empty_cache(), name="other")
         other.start()
         other.join()
         torch.cuda.empty_cache()
-        if fails:
-            raise ValueError("no")
+        raise ValueError("no")
 
-    args = Namespace(**{"save": "/save", **flags})
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
-    monkeypatch.setitem(stock._ORIGINALS, ("training", "save_checkpoint_and_time"), save_and_time)
-    entry_points.save_checkpoint_and_time(False)
+    job("save_checkpoint_and_time", save_and_time, **flags)
     with pytest.raises(ValueError, match="no"):
-        entry_points.save_checkpoint_and_time(True)
+        entry_points.save_checkpoint_and_time()
     assert torch.cuda.empty_cache is empty_cache
-    assert emptied == (["other"] if is_kept else ["other", "MainThread"]) * 2
+    assert emptied == (["other"] if is_kept else ["other", "MainThread"])
 
 
 @pytest.mark.parametrize("save", ["msc://profile/run", "/save/\udcff"])
 def test_a_save_directory_that_cannot_be_used_is_refused_before_the_model_is_built(
-    save: str, monkeypatch: pytest.MonkeyPatch
+    job: Job, save: str
 ) -> None:
-    def build() -> None:
-        raise AssertionError("the model is built")
-
-    args = Namespace(save=save, train_iters=10)
-    monkeypatch.setitem(stock._ORIGINALS, ("training", "setup_model_and_optimizer"), build)
-    monkeypatch.setattr(stock.checkpointing(), "get_args", lambda: args)
+    job("setup_model_and_optimizer", lambda: pytest.fail("the model is built"), save=save)
     with pytest.raises(ConfigError):
         entry_points.setup_model_and_optimizer()
 
@@ -160,3 +158,24 @@ def test_a_loop_without_megatrons_args_is_told_what_to_call_instead() -> None:
     """Megatron's own error is an `AssertionError: args is not initialized.`"""
     with pytest.raises(UnsupportedError, match=r"megatron_flashckpt\.Checkpointer"):
         stock.get_args()
+
+
+URL = "s3://bucket/job"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "remedy"),
+    [
+        ({"log_progress": True}, Config(), "leave out --log-progress"),
+        ({"wandb_project": "p", "wandb_save_dir": ""}, Config(), "give --wandb-save-dir"),
+        ({}, Config(agent=AgentConfig(log_in_save_directory=True)), "set 'agent.log_in"),
+        ({}, Config(trace=Trace(directory="traces")), "give 'trace.directory' as"),
+    ],
+)
+def test_a_setting_that_writes_files_beside_objects_is_refused(
+    arguments: dict[str, object], config: Config, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{URL}: .*{re.escape(remedy)}"):
+        entry_points.refuse_local_files(Namespace(save=URL, **arguments), config)
+    elsewhere = Namespace(save=URL, log_progress=False, wandb_project="p", wandb_save_dir="/logs")
+    entry_points.refuse_local_files(elsewhere, Config(trace=Trace(directory="/logs/traces")))

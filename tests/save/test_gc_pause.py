@@ -9,25 +9,19 @@ import pytest
 from megatron_flashckpt.save.gc_pause import gc_paused
 
 
-class OddError(Exception):
-    """Error that a test raises inside the context."""
-
-
-def test_the_collector_is_off_inside_and_on_again_after_it() -> None:
-    assert gc.isenabled()
-    with gc_paused():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    with pytest.raises(OddError), gc_paused():
-        raise OddError
-    assert gc.isenabled()
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    try:
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_off_inside_and_as_before_after_it(was_on: bool) -> None:
+    def fail() -> None:
         with gc_paused():
             assert not gc.isenabled()
-        assert not gc.isenabled()
+            raise ValueError("odd")
+
+    assert gc.isenabled()
+    try:
+        if not was_on:
+            gc.disable()
+        with pytest.raises(ValueError, match="odd"):
+            fail()
+        assert gc.isenabled() is was_on
     finally:
         gc.enable()

@@ -46,6 +46,14 @@ def need(
     return Need(host, int(gib * GIB), int(held * GIB), is_there, (machine, *inner))
 
 
+def pod(name: str, left_gib: float, *, machine_gib: float = 500) -> Need:
+    return need("n0", 60, machine_gib, (name, left_gib))
+
+
+def held_by_agent(needed: Need) -> Need:
+    return dataclasses.replace(needed, holder=HELD)
+
+
 def refusal(needs: list[Need]) -> str:
     with pytest.raises(StorageError) as raised:
         check(needs, 2)
@@ -55,71 +63,60 @@ def refusal(needs: list[Need]) -> str:
     return raised.value.strerror[len(BEGIN) : -len(REMEDY)]
 
 
-def test_slabs_that_fit_alone_but_not_together_are_refused() -> None:
-    check([need("n0", 60, 100)], 2)
-    check([need("n0", 50, 100), need("n0", 50, 101)], 2)
-    assert refusal([need("n0", 60, 100), need("n0", 60, 90)]) == (
-        "n0: 2 ranks (0 to 1) need 120.0 GiB; the machine has 90.0 GiB left"
-    )
+HELD = "agent 77 holds 30.00 GiB: 30.00 GiB of rank 2 (iteration 5, being written)"
+TWO = "n0: 2 ranks (0 to 1) need 120.0 GiB;"
+FITTING: dict[str, list[Need]] = {
+    "alone": [need("n0", 60, 100)],
+    "together": [need("n0", 50, 100), need("n0", 50, 101)],
+    "on two nodes": [need(host, 60, 130) for host in ("n0", "n0", "n1", "n1")],
+    "each in its group": [pod("/a", 61), pod("/b", 62)],
+    "with copies for others": [need("n0", 60, 100, held=40)],
+    "there already": [need("n0", 60, 0.5, held=60, is_there=True)] * 2,
+    "one there already": [need("n0", 60, 70, is_there=True), need("n0", 60, 70)],
+}
+REFUSED: dict[str, list[Need]] = {
+    f"{TWO} the machine has 90.0 GiB left": [need("n0", 60, 100), need("n0", 60, 90)],
+    "n0: rank 1 needs 60.0 GiB; control group /b has 59.0 GiB left": [pod("/a", 61), pod("/b", 59)],
+    f"{TWO} control group /a has 100.0 GiB left": [pod("/a", 100), pod("/a", 100), pod("/b", 62)],
+    f"{TWO} the machine has 110.0 GiB left": [
+        pod(name, 61, machine_gib=110) for name in ("/a", "/b")
+    ],
+    f"{TWO} control group /job has 90.0 GiB left": [need("n0", 60, 110, ("/job", 90), ("/", 100))]
+    * 2,
+    "n0: rank 0 needs 120.0 GiB, 60.0 GiB of it for other nodes; the machine has 100.0 GiB left": [
+        need("n0", 60, 100, held=60)
+    ],
+    f"{TWO} the machine has 50.0 GiB left; {HELD}\n"
+    "  n2: rank 3 needs 9.0 GiB; the machine has 8.5 GiB left": [
+        *[held_by_agent(need("n0", 60, 50))] * 2,
+        need("n1", 60, 130),
+        need("n2", 9, 8.5),
+    ],
+}
 
 
-def test_the_error_names_every_node_with_too_little_memory() -> None:
-    needs = [need(host, 60, 130) for host in ("n0", "n0", "n1", "n1")]
+@pytest.mark.parametrize("needs", FITTING.values(), ids=FITTING)
+def test_slabs_that_fit_are_accepted(needs: list[Need]) -> None:
     check(needs, 2)
-    assert refusal([need("n0", 60, 50), *needs[:2], need("n2", 9, 8.5)]) == (
-        "n0: 3 ranks (0 to 2) need 180.0 GiB; the machine has 50.0 GiB left\n"
-        "  n2: rank 3 needs 9.0 GiB; the machine has 8.5 GiB left"
-    )
 
 
-def test_a_refusal_lists_at_most_ten_nodes() -> None:
+@pytest.mark.parametrize(("reason", "needs"), REFUSED.items())
+def test_slabs_that_do_not_fit_together_are_refused_by_node_and_tightest_limit(
+    reason: str, needs: list[Need]
+) -> None:
+    assert refusal(needs) == reason
+
+
+def test_a_refusal_lists_ten_nodes_and_suggests_no_fewer_than_one_slot() -> None:
     lines = refusal([need(f"n{number}", 60, 50) for number in range(12)]).splitlines()
     assert len(lines) == 11
     assert lines[-1] == "  and 2 more"
-
-
-def test_a_control_group_limits_its_ranks_and_a_machine_all_its_containers() -> None:
-    def pod(name: str, left: float) -> Need:
-        return need("n0", 60, 500, (name, left))
-
-    check([pod("/a", 61), pod("/b", 62)], 2)
-    assert refusal([pod("/a", 61), pod("/b", 59)]) == (
-        "n0: rank 1 needs 60.0 GiB; control group /b has 59.0 GiB left"
-    )
-    assert refusal([pod("/a", 100), pod("/a", 100), pod("/b", 62)]) == (
-        "n0: 2 ranks (0 to 1) need 120.0 GiB; control group /a has 100.0 GiB left"
-    )
-    assert refusal([need("n0", 60, 110, (name, 61)) for name in ("/a", "/b")]) == (
-        "n0: 2 ranks (0 to 1) need 120.0 GiB; the machine has 110.0 GiB left"
-    )
-
-
-def test_the_tightest_limit_of_the_same_ranks_is_named() -> None:
-    job = [need("n0", 60, 110, ("/job", 90), ("/", 100)) for _ in range(2)]
-    assert refusal(job) == (
-        "n0: 2 ranks (0 to 1) need 120.0 GiB; control group /job has 90.0 GiB left"
-    )
+    job = [need("n0", 60, 110, ("/job", 90), ("/", 100))] * 2
     assert tightest_limit(job, 1).place == "control group /job"
-
-
-def test_memory_held_for_other_nodes_counts() -> None:
-    check([need("n0", 60, 100, held=40)], 2)
-    assert refusal([need("n0", 60, 100, held=60)]) == (
-        "n0: rank 0 needs 120.0 GiB, 60.0 GiB of it for other nodes; the machine has 100.0 GiB left"
-    )
-
-
-def test_the_error_of_a_job_with_one_slot_suggests_no_fewer() -> None:
     with pytest.raises(StorageError) as raised:
         check([need("n0", 60, 50)], 1)
     assert "the checkpoint slot of each rank does not fit" in raised.value.strerror
     assert "lower 'slots'" not in raised.value.strerror
-
-
-def test_ranks_with_existing_slabs_need_no_memory() -> None:
-    there = need("n0", 60, 0.5, held=60, is_there=True)
-    check([there, there], 2)
-    check([need("n0", 60, 70, is_there=True), need("n0", 60, 70)], 2)
 
 
 def test_a_rank_reports_its_need_with_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,15 +160,6 @@ def test_process_limits_come_from_the_kernel() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, former)
     assert 0 < left["address space limit (ulimit -v)"] < limit
-
-
-def test_a_refusal_names_the_agent_that_holds_memory() -> None:
-    held = "agent 77 holds 30.00 GiB: 30.00 GiB of rank 2 (iteration 5, being written)"
-    needs = [dataclasses.replace(need("n0", 60, 50), holder=held) for _ in range(2)]
-    assert refusal([*needs, need("n1", 60, 50)]) == (
-        f"n0: 2 ranks (0 to 1) need 120.0 GiB; the machine has 50.0 GiB left; {held}\n"
-        "  n1: rank 2 needs 60.0 GiB; the machine has 50.0 GiB left"
-    )
 
 
 def test_ranks_of_one_host_and_agent_are_neighbours() -> None:

@@ -13,16 +13,13 @@ from megatron_flashckpt.save import peer_setup
 
 
 def test_ranks_with_one_agent_form_a_node_and_nodes_follow_their_first_rank() -> None:
-    one, other = ("10.0.0.1", 7, "key1"), ("10.0.0.2", 7, "key2")
-    assert peer_setup.nodes_of([other, other, one, None, one]) == (
+    """Two agents may be behind one address."""
+    one, other, third = ("10.0.0.1", 7, "key1"), ("10.0.0.2", 7, "key2"), ("10.0.0.1", 8, "key3")
+    assert peer_setup.nodes_of([other, other, one, None, one, third]) == (
         PeerNode("10.0.0.2", 7, "key2", (0, 1)),
         PeerNode("10.0.0.1", 7, "key1", (2, 4)),
+        PeerNode("10.0.0.1", 8, "key3", (5,)),
     )
-
-
-def test_two_agents_behind_one_address_are_two_nodes() -> None:
-    agents = [("10.0.0.1", 7, "key1"), ("10.0.0.1", 8, "key2")]
-    assert [node.ranks for node in peer_setup.nodes_of([*agents, agents[0]])] == [(0, 2), (1,)]
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
@@ -59,20 +56,17 @@ def test_a_rendezvous_without_an_address_names_the_setting(monkeypatch: pytest.M
         peer_setup.own_address()
 
 
+def offers(*iterations: int) -> list[dict[str, object]]:
+    return [{"iteration": number, "save_id": f"s{number}"} for number in iterations]
+
+
 def test_ranks_without_any_of_the_newest_saves_request_them() -> None:
     """Rank 1 lacks the newest save, rank 2 is new, and rank 3 holds only an old save."""
-    held = [[30, 20], [20, 10], [], [5]]
-    all_offers = [[{"iteration": n, "save_id": f"s{n}"} for n in iterations] for iterations in held]
-    newest = newest_saves(all_offers, 2)
+    held = [offers(30, 20), offers(20, 10), offers(), offers(5)]
+    newest = newest_saves(held, 2)
     assert newest == ("s30", "s20")
-    assert missing_ranks(all_offers, newest) == [2, 3]
+    assert missing_ranks(held, newest) == [2, 3]
     assert newest_saves([[], []], 2) == ()
-
-
-def test_empty_ranks_request_the_newest_saves_that_their_nodes_hold() -> None:
-    of_nodes = [((1, "old"), (2, "a")), (), ((2, "a"), (3, "b"))]
+    of_nodes = [((1, "s1"), (2, "a")), (), ((2, "a"), (3, "b"))]
     assert newest_saves([[], [], []], 2, of_nodes) == ("b", "a")
-    own = [{"iteration": 1, "save_id": "old"}]
-    assert newest_saves([own, [], []], 2, of_nodes) == ("old",), (
-        "saves that ranks hold take precedence"
-    )
+    assert newest_saves([offers(1), [], []], 2, of_nodes) == ("s1",), "those of ranks come first"

@@ -38,47 +38,26 @@ def on_all_ranks(open_run: Callable[[], RunObject]) -> list[RunObject | BaseExce
         return list(pool.map(rank, range(RANKS)))
 
 
-def test_the_first_rank_opens_the_run_and_the_others_wait_for_it() -> None:
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_the_first_rank_opens_the_run_and_the_others_wait_for_it(is_refused: bool) -> None:
     calls: list[int] = []
-    others = threading.Event()
 
     def open_run() -> RunObject:
         calls.append(1)
-        others.wait(0.05)
+        threading.Event().wait(0.05)
+        if is_refused:
+            raise OtherWriterError("run 000002-bbbb trains there")
         return RUN
 
-    assert on_all_ranks(open_run) == [RUN] * RANKS
+    results = on_all_ranks(open_run)
     assert len(calls) == 1
+    if is_refused:
+        assert all("000002-bbbb" in str(error) for error in results)
+    else:
+        assert results == [RUN] * RANKS
 
 
-def test_all_ranks_are_refused_if_the_first_one_is() -> None:
-    def refuse() -> RunObject:
-        raise OtherWriterError("run 000002-bbbb trains there")
-
-    errors = on_all_ranks(refuse)
-    assert all("000002-bbbb" in str(error) for error in errors)
-
-
-def test_saves_are_numbered_anew_in_every_run() -> None:
-    run = Run()
-    run.begin(RUN)
-    assert [run.new_save_id(2, memory_only=False) for _ in range(2)] == [
-        "000003-abcd.02001.1",
-        "000003-abcd.02003.1",
-    ]
-    run.begin(RunObject(name="000004-abcd"))
-    assert run.new_save_id(0, memory_only=False) == "000004-abcd.00001.1"
-
-
-def test_a_save_that_one_rank_missed_changes_no_later_name() -> None:
-    runs = [Run(), Run()]
-    for run in runs:
-        run.begin(RUN)
-    runs[0].new_save_id(3, memory_only=False)
-    assert len({run.new_save_id(4, memory_only=False) for run in runs}) == 1
-
-
-def test_no_name_is_used_twice() -> None:
+def test_no_name_is_used_twice_and_every_run_counts_anew() -> None:
     """Not even if a loop goes back, or saves one iteration again and again."""
     run = Run()
     run.begin(RUN)
@@ -89,11 +68,16 @@ def test_no_name_is_used_twice() -> None:
     ]
     assert names == [sorted(set(of_kind)) for of_kind in names]
     assert not set(names[0]).intersection(names[1])
+    run.begin(RunObject(name="000004-abcd"))
+    assert run.new_save_id(0, memory_only=False) == "000004-abcd.00001.1"
 
 
-def test_a_save_for_memory_leaves_the_name_of_the_save_for_storage() -> None:
+@pytest.mark.parametrize("memory_only", [False, True])
+def test_a_save_that_one_rank_missed_changes_no_later_name(memory_only: bool) -> None:
     """`flashckpt save-now` and the agents ask for the requested save by its name."""
-    run = Run()
-    run.begin(RUN)
-    run.new_save_id(4, memory_only=True)
-    assert run.new_save_id(4, memory_only=False) == save_name(RUN.name, first_sequence(4))
+    runs = [Run(), Run()]
+    for run in runs:
+        run.begin(RUN)
+    runs[0].new_save_id(4 if memory_only else 3, memory_only=memory_only)
+    names = {run.new_save_id(4, memory_only=False) for run in runs}
+    assert names == {save_name(RUN.name, first_sequence(4))}

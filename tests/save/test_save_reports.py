@@ -45,32 +45,26 @@ def _every_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
 
-def test_rank_0_and_the_failed_rank_log_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    def report(job: SaveReports) -> None:
-        same_node = job.rank // PER_NODE == 17 // PER_NODE
-        job.failed(outcome(8, ERROR, (17,) if same_node else ()))
-
-    on_all_ranks(report)
-    assert lines(caplog) == [
-        f"rank 0: iteration 8 was not saved: {ERROR}; there is no durable checkpoint in /ckpt",
-        f"rank 17: iteration 8 was not saved: {ERROR}",
-    ]
-    assert len(caplog.records) == RANKS, "the other ranks log debug messages"
-
-
-def test_if_all_ranks_fail_the_first_rank_of_each_node_logs_it(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("all_fail", [False, True])
+def test_rank_0_logs_an_error_and_so_does_one_failed_rank_per_node(
+    all_fail: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def report(job: SaveReports) -> None:
         first = job.rank // PER_NODE * PER_NODE
-        job.failed(outcome(8, ERROR, tuple(range(first, first + PER_NODE))))
+        failed = tuple(range(first, first + PER_NODE)) if all_fail else (17,) if first == 16 else ()
+        job.failed(outcome(8, ERROR, failed))
 
     on_all_ranks(report)
-    messages = lines(caplog)
-    assert len(messages) == RANKS // PER_NODE
-    assert messages[1] == (
-        f"rank 8: iteration 8 was not saved: {ERROR} (likewise rank 9, 10, 11, 12, 13, 14, 15)"
-    )
+    of_0, *others = lines(caplog)
+    if all_fail:
+        assert len(others) == RANKS // PER_NODE - 1
+        likewise = " (likewise rank 9, 10, 11, 12, 13, 14, 15)"
+        assert others[0] == f"rank 8: iteration 8 was not saved: {ERROR}{likewise}"
+    else:
+        where = "there is no durable checkpoint in /ckpt"
+        assert of_0 == f"rank 0: iteration 8 was not saved: {ERROR}; {where}"
+        assert others == [f"rank 17: iteration 8 was not saved: {ERROR}"]
+        assert len(caplog.records) == RANKS, "the other ranks log debug messages"
 
 
 def test_only_rank_0_reports_a_save_as_durable_kept_or_skipped(

@@ -43,30 +43,22 @@ def test_one_rank_computes_a_template_and_the_others_wait(nodes: Nodes) -> None:
     assert second.fetch("b") is None, "this rank computes another template"
 
 
-def test_a_template_too_large_for_the_store_is_computed_by_all(nodes: Nodes) -> None:
+@pytest.mark.parametrize("why", ["too large", "takes too long", "invalid"])
+def test_a_rank_that_gets_no_template_computes_it(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     first, second = nodes.rank(0), nodes.rank(1)
     assert first.fetch("a") is None
-    first.publish("a", os.urandom(2 * shared_templates._MOST_NBYTES))
+    if why == "too large":
+        first.publish("a", os.urandom(2 * shared_templates._MOST_NBYTES))
+    elif why == "takes too long":
+        monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
+    else:
+        nodes.store.set("run/a", "not compressed")
     assert second.fetch("a") is None
 
 
-def test_a_rank_computes_the_template_if_another_takes_too_long(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
-    assert nodes.rank(0).fetch("a") is None
-    assert nodes.rank(1).fetch("a") is None
-
-
-def test_an_invalid_template_is_computed_again(nodes: Nodes) -> None:
-    assert nodes.rank(0).fetch("a") is None
-    nodes.store.set("run/a", "not compressed")
-    assert nodes.rank(1).fetch("a") is None
-
-
-def test_if_the_store_fails_each_rank_computes_its_template(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_the_store_fails_each_rank_computes_its_template(nodes: Nodes) -> None:
     class UnreachableStore:
         def __getattr__(self, name: str) -> object:
             raise dist.DistNetworkError("connection closed")

@@ -35,11 +35,13 @@ class Finish:
 
     def __init__(self) -> None:
         self.calls: list[tuple[float, BaseException | None]] = []
-        self.thread = ""
 
     def __call__(self, seconds: float, error: BaseException | None) -> None:
         self.calls.append((seconds, error))
-        self.thread = threading.current_thread().name
+
+    @property
+    def errors(self) -> list[BaseException | None]:
+        return [error for _, error in self.calls]
 
 
 @pytest.fixture
@@ -50,12 +52,18 @@ def slab() -> Iterator[Slab]:
 
 
 @pytest.fixture
-def stager(slab: Slab) -> Iterator[HeldStager]:
+def held(slab: Slab) -> Iterator[HeldStager]:
     made = HeldStager()
     made.use(slab, device=None)
     yield made
     made.gate.set()
     made.close()
+
+
+@pytest.fixture
+def stager(held: HeldStager) -> HeldStager:
+    held.gate.set()
+    return held
 
 
 def bytes_at(slab: Slab, offset: int, nbytes: int) -> bytes:
@@ -66,74 +74,58 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_when_stage_returns_only_early_copies_are_made(slab: Slab, stager: HeldStager) -> None:
+def test_when_stage_returns_only_early_copies_are_made(slab: Slab, held: HeldStager) -> None:
     offset = slab.slots[0].data_offset
     early, late = torch.arange(100.0), torch.arange(100.0) + 1000
     finish = Finish()
-    stager.stage([Copy(late, offset + 400, False), Copy(early, offset, True)], finish)
+    held.stage([Copy(late, offset + 400, False), Copy(early, offset, True)], finish)
     assert bytes_at(slab, offset, 400) == raw(early)
     assert bytes_at(slab, offset + 400, 400) == bytes(400)
     early.zero_()  # as the next forward may do
     assert finish.calls == []
-    stager.gate.set()
-    stager.wait()
+    held.gate.set()
+    held.wait()
     assert bytes_at(slab, offset, 400) == raw(torch.arange(100.0))
     assert bytes_at(slab, offset + 400, 400) == raw(late)
 
 
-def test_wait_returns_after_late_copies_and_the_call_of_finish(
-    slab: Slab, stager: HeldStager
-) -> None:
-    offset = slab.slots[0].data_offset
-    late = torch.arange(50.0)
-    finish = Finish()
-    stager.stage([Copy(late, offset, False)], finish)
-    waiting = threading.Thread(target=stager.wait)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    stager.gate.set()
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
-    assert bytes_at(slab, offset, 200) == raw(late)
-    ((seconds, error),) = finish.calls
-    assert error is None
-    assert seconds >= 0
-    assert finish.thread == "flashckpt-stage", "the training thread does not wait for it"
-
-
-def test_training_continues_after_the_copies_and_the_next_save_after_finish(
-    slab: Slab, stager: HeldStager
+def test_training_waits_for_the_copies_and_the_next_save_for_the_hand_over(
+    slab: Slab, held: HeldStager
 ) -> None:
     offset = slab.slots[0].data_offset
     finishing, answered = threading.Event(), threading.Event()
+    threads: list[str] = []
 
     def finish(seconds: float, error: BaseException | None) -> None:
+        threads.append(threading.current_thread().name)
         finishing.set()
         assert answered.wait(PATIENCE_S)
 
-    stager.gate.set()
-    stager.stage([Copy(torch.arange(50.0), offset, False)], finish)
-    stager.wait_copied()
+    held.stage([Copy(torch.arange(50.0), offset, False)], finish)
+    training, saving = (threading.Thread(target=wait) for wait in (held.wait_copied, held.wait))
+    training.start()
+    saving.start()
+    training.join(0.2)
+    assert training.is_alive()
+    held.gate.set()
+    training.join(PATIENCE_S)
     assert bytes_at(slab, offset, 200) == raw(torch.arange(50.0))
     assert finishing.wait(PATIENCE_S)
-    waiting = threading.Thread(target=stager.wait)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
+    saving.join(0.2)
+    assert saving.is_alive()
     answered.set()
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
+    saving.join(PATIENCE_S)
+    assert not saving.is_alive()
+    assert threads == ["flashckpt-stage"], "the training thread does not wait for it"
 
 
-def test_training_does_not_wait_if_all_copies_were_early(slab: Slab, stager: HeldStager) -> None:
-    offset = slab.slots[0].data_offset
+def test_training_does_not_wait_if_all_copies_were_early(slab: Slab, held: HeldStager) -> None:
     finish = Finish()
-    stager.stage([Copy(torch.ones(4), offset, True)], finish)
-    stager.wait_copied()
-    assert finish.calls == [], "wait_copied does not wait for finish"
-    stager.gate.set()
-    stager.wait()
+    held.stage([Copy(torch.ones(4), slab.slots[0].data_offset, True)], finish)
+    held.wait_copied()
+    assert finish.calls == []
+    held.gate.set()
+    held.wait()
     assert len(finish.calls) == 1
 
 
@@ -142,7 +134,9 @@ PIECES = {
     "any type": [
         *((torch.float32, 0, 0), (torch.float32, 3, 0), (torch.int32, 6, 0)),
         *((torch.bfloat16, 0, 0), (torch.bfloat16, 3, 0), (torch.bfloat16, 6, 2)),
-        *((torch.bfloat16, 0, 0), (torch.uint8, 3, 0)),
+        *((torch.bfloat16, 0, 0), (torch.uint8, 3, 0), (torch.bool, 9, 0), (torch.int8, 5, 7)),
+        *((torch.float8_e4m3fn, 8, 0), (torch.float64, 4, 0), (torch.int64, 3, 0)),
+        *((torch.float16, 7, 0),),
     ],
     "large and small": [
         *((torch.float32, 200_000, 0), (torch.float32, 7, 0), (torch.float32, 0, 0)),
@@ -153,17 +147,18 @@ PIECES = {
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
-def test_pieces_adjacent_or_not_land_at_their_offsets(
+def test_pieces_adjacent_or_not_land_bit_for_bit_at_their_offsets(
     slab: Slab, stager: HeldStager, pieces: list[tuple[torch.dtype, int, int]], early: bool
 ) -> None:
     """The stager copies many small pieces with another call than large pieces."""
-    stager.gate.set()
     position = slab.slots[0].data_offset
     copies = []
     for dtype, numel, gap in pieces:
         position += gap
-        copies.append(Copy((100 * torch.rand(numel)).to(dtype), position, early))
-        position += copies[-1].source.nbytes
+        most = 2 if dtype == torch.bool else 256  # the random bytes include NaNs
+        bits = torch.randint(0, most, (numel * dtype.itemsize,), dtype=torch.uint8)
+        copies.append(Copy(bits.view(dtype), position, early))
+        position += bits.nbytes
     stager.stage(copies, Finish())
     stager.wait()
     for copy in copies:
@@ -189,7 +184,6 @@ def test_sections_of_one_tensor_land_at_their_offsets(
     slab: Slab, stager: HeldStager, ranges: list[tuple[int, int, int]], early: bool
 ) -> None:
     """Sections that follow each other in both memories are copied by one call."""
-    stager.gate.set()
     position = slab.slots[0].data_offset
     first, last, source = torch.randn(3), torch.randn(120), torch.randn(100)
     expected = {position: first}
@@ -215,7 +209,6 @@ def test_the_stager_keeps_no_copied_tensor_alive(
     slab: Slab, stager: HeldStager, early: bool
 ) -> None:
     """Training may have moved the tensor; the stager must not keep its old device memory in use."""
-    stager.gate.set()
     source = torch.ones(64)
     memory = weakref.ref(source.untyped_storage())
     stager.stage([Copy(source, slab.slots[0].data_offset, early)], Finish())
@@ -225,13 +218,13 @@ def test_the_stager_keeps_no_copied_tensor_alive(
     assert memory() is None
 
 
-def test_a_second_stage_waits_for_the_first(slab: Slab, stager: HeldStager) -> None:
+def test_a_second_stage_waits_for_the_first(slab: Slab, held: HeldStager) -> None:
     offset = slab.slots[0].data_offset
     order: list[str] = []
-    stager.stage([Copy(torch.ones(4), offset, False)], lambda *_: order.append("first"))
+    held.stage([Copy(torch.ones(4), offset, False)], lambda *_: order.append("first"))
 
     def second() -> None:
-        stager.stage([Copy(torch.full((4,), 2.0), offset, True)], lambda *_: order.append("second"))
+        held.stage([Copy(torch.full((4,), 2.0), offset, True)], lambda *_: order.append("second"))
         order.append("staged second")
 
     thread = threading.Thread(target=second)
@@ -239,137 +232,31 @@ def test_a_second_stage_waits_for_the_first(slab: Slab, stager: HeldStager) -> N
     thread.join(0.2)
     assert order == []
     assert bytes_at(slab, offset, 16) == bytes(16), "early copies wait too"
-    stager.gate.set()
+    held.gate.set()
     thread.join(PATIENCE_S)
-    stager.wait()
+    held.wait()
     assert order[0] == "first"
     assert sorted(order[1:]) == ["second", "staged second"]
     assert bytes_at(slab, offset, 16) == raw(torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8),
-        *(torch.int64, torch.bool, torch.float8_e4m3fn),
-    ],
-)
 @pytest.mark.parametrize("early", [True, False])
-def test_every_element_type_is_copied_bit_for_bit(
-    slab: Slab, stager: HeldStager, dtype: torch.dtype, early: bool
-) -> None:
-    stager.gate.set()
-    offset = slab.slots[0].data_offset
-    source = torch.randint(0, 2, (64,), dtype=torch.uint8)
-    if dtype != torch.bool:
-        source = torch.randint(0, 256, (64,), dtype=torch.uint8)  # includes NaNs
-    source = source.view(dtype)
-    stager.stage([Copy(source, offset + 64, early)], Finish())
-    stager.wait()
-    assert bytes_at(slab, offset + 64, 64) == raw(source)
-    assert bytes_at(slab, offset, 64) == bytes(64)
-    assert bytes_at(slab, offset + 128, 64) == bytes(64)
-
-
-def test_saves_without_late_or_any_copies_are_finished_too(slab: Slab, stager: HeldStager) -> None:
-    stager.gate.set()
-    for copies in ([Copy(torch.ones(1), slab.slots[0].data_offset, True)], []):
-        finish = Finish()
-        stager.stage(copies, finish)
-        stager.wait()
-        assert [error for _, error in finish.calls] == [None]
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_an_error_in_a_copy_reaches_finish_and_the_next_stage_works(
+def test_an_error_in_a_copy_ends_the_save_and_the_next_one_works(
     slab: Slab, stager: HeldStager, early: bool
 ) -> None:
-    stager.gate.set()
+    offset, source = slab.slots[0].data_offset, torch.arange(5.0)
     beyond = Copy(torch.ones(1000), slab.geometry.nbytes - 40, early)
-    finish = Finish()
-    stager.stage([beyond], finish)
+    failed = Finish()
+    stager.stage([beyond, Copy(source, offset, False)], failed)
     stager.wait()
-    ((_, error),) = finish.calls
+    (error,) = failed.errors
     assert isinstance(error, RuntimeError)
+    assert bytes_at(slab, offset, 20) == bytes(20), "no copy is made after one that failed"
     succeeded = Finish()
-    source = torch.arange(5.0)
-    stager.stage([Copy(source, slab.slots[0].data_offset, early)], succeeded)
+    stager.stage([Copy(source, offset, early)], succeeded)
     stager.wait()
-    assert [error for _, error in succeeded.calls] == [None]
-    assert bytes_at(slab, slab.slots[0].data_offset, 20) == raw(source)
-
-
-def test_no_late_copy_is_made_after_an_early_one_has_failed(slab: Slab, stager: HeldStager) -> None:
-    stager.gate.set()
-    offset = slab.slots[0].data_offset
-    finish = Finish()
-    beyond = Copy(torch.ones(1000), slab.geometry.nbytes - 40, True)
-    stager.stage([beyond, Copy(torch.ones(5), offset, False)], finish)
-    stager.wait()
-    assert len(finish.calls) == 1
-    assert bytes_at(slab, offset, 20) == bytes(20)
-
-
-def test_a_finish_that_raises_does_not_end_the_copy_thread(
-    slab: Slab, stager: HeldStager, caplog: pytest.LogCaptureFixture
-) -> None:
-    stager.gate.set()
-
-    def broken(seconds: float, error: BaseException | None) -> None:
-        raise OSError("the hand-over broke")
-
-    stager.stage([], broken)
-    stager.wait()
-    assert "the hand-over broke" in caplog.text
-    finish = Finish()
-    stager.stage([], finish)
-    stager.wait()
-    assert len(finish.calls) == 1
-
-
-def test_the_next_stage_uses_another_slab(slab: Slab, stager: HeldStager) -> None:
-    stager.gate.set()
-    other = Slab.create(1, 0, 1 << 16, "1")
-    offset = slab.slots[0].data_offset
-    stager.stage([Copy(torch.ones(4), offset, False)], Finish())
-    stager.use(other, device=None)  # waits for running copies
-    assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
-    stager.stage([Copy(torch.full((4,), 3.0), offset, False)], Finish())
-    stager.wait()
-    assert bytes_at(other, offset, 16) == raw(torch.full((4,), 3.0))
-    assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
-    stager.use(slab, device=None)
-    other.close()
-
-
-def test_close_finishes_running_copies_and_joins_the_thread(slab: Slab) -> None:
-    stager = HeldStager()
-    stager.use(slab, device=None)
-    offset = slab.slots[0].data_offset
-    finish = Finish()
-    stager.stage([Copy(torch.ones(4), offset, False)], finish)
-    thread = stager._thread
-    threading.Timer(0.1, stager.gate.set).start()
-    stager.close()
-    assert not thread.is_alive()
-    assert len(finish.calls) == 1
-    assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
-    stager.close()
-
-
-def test_a_closed_slab_stays_mapped_until_the_stager_releases_it() -> None:
-    slab = Slab.create(1, 0, 4096, "held")
-    offset = slab.slots[0].data_offset
-    stager = Stager()
-    stager.use(slab, device=None)
-    slab.close()
-    finish = Finish()
-    stager.stage([Copy(torch.ones(4), offset, False)], finish)
-    stager.wait()
-    assert [error for _, error in finish.calls] == [None]
-    assert times_mapped("held") == 1
-    stager.close()
-    assert times_mapped("held") == 0
+    assert succeeded.errors == [None]
+    assert bytes_at(slab, offset, 20) == raw(source)
 
 
 def test_a_failed_early_copy_is_known_before_the_copy_thread_runs(slab: Slab) -> None:
@@ -383,9 +270,53 @@ def test_a_failed_early_copy_is_known_before_the_copy_thread_runs(slab: Slab) ->
 
     made = LateStager()
     made.use(slab, device=None)
-    outside = Copy(torch.zeros(8), 1 << 30, True)
-    figures = made.stage([outside], Finish())
+    figures = made.stage([Copy(torch.zeros(8), 1 << 30, True)], Finish())
     assert figures.are_known()
     assert figures.failed
     runs.set()
     made.close()
+
+
+def test_a_finish_that_raises_does_not_end_the_copy_thread(
+    slab: Slab, stager: HeldStager, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(seconds: float, error: BaseException | None) -> None:
+        raise OSError("the hand-over broke")
+
+    finish = Finish()
+    for hand_over in (broken, finish):
+        stager.stage([], hand_over)
+        stager.wait()
+    assert "the hand-over broke" in caplog.text
+    assert finish.errors == [None]
+
+
+def test_another_slab_and_the_end_wait_for_running_copies() -> None:
+    stager, slabs = HeldStager(), [Slab.create(1, 0, 1 << 16, name) for name in "01"]
+    offset = slabs[0].slots[0].data_offset
+    for slab in slabs:
+        stager.use(slab, device=None)
+        stager.gate.clear()
+        stager.stage([Copy(torch.ones(4), offset, False)], Finish())
+        assert bytes_at(slab, offset, 16) == bytes(16)
+        threading.Timer(0.1, stager.gate.set).start()
+    thread = stager._thread
+    stager.close()
+    stager.close()
+    assert not thread.is_alive()
+    for slab in slabs:
+        assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
+        slab.close()
+
+
+def test_a_closed_slab_stays_mapped_until_the_stager_releases_it() -> None:
+    slab = Slab.create(1, 0, 4096, "held")
+    stager, finish = Stager(), Finish()
+    stager.use(slab, device=None)
+    slab.close()
+    stager.stage([Copy(torch.ones(4), slab.slots[0].data_offset, False)], finish)
+    stager.wait()
+    assert finish.errors == [None]
+    assert times_mapped("held") == 1
+    stager.close()
+    assert times_mapped("held") == 0

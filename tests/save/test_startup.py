@@ -1,4 +1,4 @@
-"""The order of the phases of `Startup`, and its questions after each step."""
+"""The order of the phases of `Startup`, its questions after each step, and its warning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save import startup as startup_module
+from megatron_flashckpt.save.start_message import rendezvous_warning
 from megatron_flashckpt.save.startup import Startup
 
 
@@ -65,11 +66,30 @@ def test_the_slab_is_begun_when_no_phase_would_wait_for_it(monkeypatch: pytest.M
 
 
 def test_the_dry_run_encodes_what_rank_0_saves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer: Any = SimpleNamespace(
-        link=SimpleNamespace(is_preparing=False), rank=0, dry_run=lambda *_: None
-    )
+    link = SimpleNamespace(is_preparing=False)
+    checkpointer: Any = SimpleNamespace(link=link, rank=0, dry_run=lambda *_: None)
     monkeypatch.setattr(startup_module, "has_states", lambda _: True)
     scheduler = SimpleNamespace(state_dict=lambda: {"rate": lambda step: 1.0})
     job = JobState(chunks=[], optimizer=object(), scheduler=scheduler)
     with pytest.raises(UnsupportedError, match="opt_param_scheduler"):
         Startup(checkpointer, lambda _: None).dry_run(job)
+
+
+@pytest.mark.parametrize(
+    ("agent_store", "restarts", "shares", "is_warned"),
+    [
+        ("True", "3", True, True),
+        ("False", "3", True, False),  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        ("True", "0", True, False),
+        ("True", "3", False, False),
+        (None, "3", True, False),
+    ],
+)
+def test_restarts_that_torchrun_cannot_make_are_named_at_the_start(
+    agent_store: str | None, restarts: str, shares: bool, is_warned: bool
+) -> None:
+    environ = {"TORCHELASTIC_MAX_RESTARTS": restarts}
+    if agent_store is not None:
+        environ["TORCHELASTIC_USE_AGENT_STORE"] = agent_store
+    lines = rendezvous_warning(environ, shares=shares)
+    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line for line in lines) == is_warned

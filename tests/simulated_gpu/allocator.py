@@ -52,12 +52,7 @@ class Block:
 
 
 class Allocator:
-    """Allocator that takes the piece that was freed last, of those that are large enough.
-
-    Args:
-        nbytes: memory of the device.
-        drain: function that waits for all work of the device.
-    """
+    """Allocator that takes the piece that was freed last, of those that are large enough."""
 
     def __init__(self, nbytes: int, drain: Callable[[], None]) -> None:
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -73,17 +68,12 @@ class Allocator:
 
     @property
     def allocated(self) -> int:
-        """Bytes of all existing tensors."""
         with self._lock:
             self._collect()
             return self._allocated
 
     def allocate(self, nbytes: int, stream: Stream) -> tuple[Block, torch.Tensor]:
-        """Return a block for work on `stream`, and its bytes with their former contents.
-
-        Raises:
-            OutOfMemoryError: no free piece is large enough.
-        """
+        """Return a block for work on `stream`, and its bytes with their former contents."""
         wanted = -(-max(nbytes, 1) // _ALIGN) * _ALIGN
         offset = self._take(wanted, stream)
         if offset is None:
@@ -94,11 +84,7 @@ class Allocator:
         return Block(self, offset, wanted, stream), self._memory[offset : offset + nbytes]
 
     def allocate_outside(self, nbytes: int) -> Block:
-        """Return memory that a library other than torch requests from the driver.
-
-        Raises:
-            OutOfMemoryError: the driver has no such piece; memory that torch caches does not count.
-        """
+        """Return memory that a library other than torch requests from the driver."""
         wanted = -(-nbytes // _ALIGN) * _ALIGN
         offset = self._take(wanted, None)
         if offset is None:

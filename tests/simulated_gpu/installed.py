@@ -22,13 +22,7 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
 
 @contextlib.contextmanager
 def simulated_gpus(devices: int = 8, *, kind: type[Node] = Node, **settings: Any) -> Iterator[Node]:
-    """Make `torch.cuda` and the device "cuda" refer to a simulated node inside the context.
-
-    Args:
-        devices: number of devices of the node.
-        kind: class of the node.
-        settings: further arguments of `Node`.
-    """
+    """Make `torch.cuda` and the device "cuda" refer to a simulated node inside the context."""
     node = kind(devices, **settings)
     node.runtime = Runtime(node)
     DeviceTensor.node = node
@@ -56,8 +50,6 @@ def _end_process() -> None:
 
 
 class _MadeByNode(type):
-    """Metaclass of replacements of `torch.cuda` classes, whose instances the node makes."""
-
     kind: type
     make: Callable[..., Any]
 
@@ -73,8 +65,6 @@ def _class_of(kind: type, make: Callable[..., Any]) -> type:
 
 
 def torch_cuda(node: Node) -> dict[str, Any]:
-    """Return replacements of the members of `torch.cuda` for devices and streams."""
-
     def index_of(device: Any) -> int:
         return _get_device_index(device, optional=True)
 

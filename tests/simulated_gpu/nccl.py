@@ -144,7 +144,6 @@ _REPLACED = (
 
 @contextlib.contextmanager
 def nccl_over_gloo(node: Node) -> Iterator[Nccl]:
-    """Make this rank's gloo process group behave like NCCL inside the context."""
     nccl = Nccl(node)
     with contextlib.ExitStack() as stack:
         for name in _REPLACED:

@@ -57,8 +57,6 @@ class _Thread(threading.local):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """CUDA call of a host thread."""
-
     name: str
     thread: str
     device: int
@@ -75,13 +73,7 @@ class Wait:
 
 
 class Node:
-    """Several devices of one host.
-
-    Args:
-        devices: number of devices.
-        d2h_bytes_per_s: rate of every device's engine for copies to the host.
-        memory_nbytes: memory of each device.
-    """
+    """Several devices of one host."""
 
     def __init__(
         self, devices: int = 8, *, d2h_bytes_per_s: float = 0.0, memory_nbytes: int = 64 << 20
@@ -101,7 +93,6 @@ class Node:
         self.devices = [Device(self, index, memory_nbytes) for index in range(devices)]
 
     def make_default_stream(self, device: Device) -> Stream:
-        """Return the default stream of one device."""
         return Stream(device)
 
     def call(
@@ -114,10 +105,7 @@ class Node:
     ) -> None:
         """Record a CUDA call of this thread; raise if it is refused or breaks a capture.
 
-        Args:
-            device: the device that the call concerns, by default the thread's current one.
-            unsafe: the call is one that a capture in progress may prohibit.
-            awaited: streams that the call asks about; none of them may be in a capture.
+        A capture may prohibit `unsafe` calls. No stream in `awaited` may be in a capture.
         """
         thread = threading.current_thread()
         self.calls.append(Call(name, thread.name, self.here.device))
@@ -140,11 +128,9 @@ class Node:
 
     @property
     def is_capturing_here(self) -> bool:
-        """True if the calling thread is capturing."""
         return any(capture.thread == threading.get_ident() for capture in self.captures)
 
     def current_device(self) -> Device:
-        """Return the device that the calling thread has set."""
         return self.devices[self.here.device]
 
     def set_device(self, index: int) -> None:
@@ -157,13 +143,11 @@ class Node:
         self.here.device = index
 
     def exchange_device(self, index: int) -> int:
-        """Make `index` the calling thread's device unless it is negative; return the former one."""
         former = self.here.device
         self.here.device = index if index >= 0 else former
         return former
 
     def current_stream(self, index: int | None = None) -> Stream:
-        """Return the calling thread's stream of a device, by default of the current device."""
         index = self.here.device if index is None else index
         return self.here.streams.get(index, self.devices[index].default_stream)
 
@@ -194,9 +178,6 @@ class Node:
 
         As with `torch.cuda.graph`, a side stream is current inside the context if the default
         stream was, which cannot be captured.
-
-        Raises:
-            AcceleratorError: at the end, if a call has invalidated the capture.
         """
         former = self.current_stream()
         device = self.current_device()
@@ -261,13 +242,11 @@ class Device:
             return pool[turn % POOL_SIZE]
 
     def drain(self) -> None:
-        """Wait for all work that is enqueued on the device by now."""
         for mark in [stream.mark() for stream in self.streams]:
             self.block(mark)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Stop all streams of the device inside the context."""
         self.running.clear()
         try:
             yield
@@ -275,7 +254,6 @@ class Device:
             self.running.set()
 
     def fail(self, error: str) -> None:
-        """Break the device for good, as an illegal memory access in a kernel does."""
         self.error = error
 
     def check(self) -> None:
@@ -293,11 +271,6 @@ class Device:
         return self.error is not None or self.node.is_closed
 
     def block(self, mark: threading.Event) -> None:
-        """Block the calling thread until `mark` is set.
-
-        Raises:
-            AcceleratorError: the device has failed.
-        """
         if not mark.is_set():
             self.node.waits.append(
                 Wait(threading.current_thread().name, self.to_host.queued_nbytes)
@@ -348,7 +321,6 @@ class Stream:
             self._pending.popleft()
 
     def _do(self, work: Work) -> None:
-        """Do `work` when the device is not held; a failure breaks the device."""
         if self.gpu.await_running():
             try:
                 work()
@@ -370,7 +342,6 @@ class Stream:
             self.capture.add(lambda stream: stream.enqueue(work))
 
     def enqueue_to_host(self, nbytes: int, copy: Work) -> None:
-        """Enqueue `copy` in this stream and in the device's engine."""
         if self.capture is None:
             earlier = self._earlier_work()
             with self.gpu.to_host.changed:  # one order in the engine and in the stream
@@ -490,12 +461,6 @@ class Event:
             raise accelerator_error(reason, CAPTURED_EVENT)
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds between two records.
-
-        Raises:
-            ValueError: an event has no timing, or was never recorded.
-            RuntimeError: an event is not done.
-        """
         if not (self._times and end._times):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self.mark is None or end.mark is None:
@@ -550,8 +515,6 @@ class Engine:
 
 
 class Capture:
-    """Graph, during its capture and afterwards."""
-
     def __init__(self, stream: Stream, mode: str) -> None:
         self.stream = stream
         self.mode = mode
@@ -562,7 +525,6 @@ class Capture:
         self._requests: list[Callable[[Stream], None]] = []
 
     def add(self, request: Callable[[Stream], None]) -> None:
-        """Add work that every replay enqueues on its stream."""
         self.check()
         self._requests.append(request)
 
@@ -578,7 +540,6 @@ class Capture:
         return self.mode == "global" and thread_mode == "global"
 
     def replay(self) -> None:
-        """Enqueue all captured work on the current stream of the device."""
         gpu = self.stream.gpu
         stream = gpu.node.current_stream(gpu.index)
         gpu.node.call("graph launch", device=gpu)
@@ -587,7 +548,6 @@ class Capture:
 
 
 def accelerator_error(reason: str, status: int = UNKNOWN) -> torch.AcceleratorError:
-    """Return the error that torch raises for a failed CUDA call."""
     error = torch.AcceleratorError(f"CUDA error: {reason}")
     error.error_code = status
     return error

@@ -78,11 +78,6 @@ class Runtime:
         return SUCCESS
 
     def lock_new(self, made: torch.Tensor) -> None:
-        """Page-lock a tensor of torch's host allocator, which calls `cudaHostAlloc`.
-
-        Raises:
-            AcceleratorError: there is no memory for it; torch has cleared the thread's error.
-        """
         self._node.call("cudaHostAlloc", unsafe=True)
         if made.nbytes > (self.most_nbytes or made.nbytes):
             raise accelerator_error("out of memory", OUT_OF_MEMORY)
@@ -106,11 +101,7 @@ class Runtime:
         return list(self.locked.items())  # another thread may be registering
 
     def is_locked(self, tensor: torch.Tensor) -> bool:
-        """Return whether one registration page-locks the whole host tensor.
-
-        Raises:
-            AcceleratorError: a part of it is, or it crosses the border of two registrations.
-        """
+        """Return whether one registration page-locks the whole host tensor."""
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         for at, size in self._ranges():
             if at <= begin and end <= at + size:

@@ -63,7 +63,6 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def put(cls, values: torch.Tensor, index: int) -> DeviceTensor:
-        """Return a tensor that a kernel on the current stream of device `index` fills."""
         made = cls.allocate(values.shape, values.dtype, index)
         _launch(cls.node, index, "fill", _later(made.backing, values.clone()))
         return made
@@ -120,11 +119,7 @@ def _argument(value: Any) -> Any:
 
 
 def _launch(node: Node, index: int, name: str, work: Callable[[], None]) -> None:
-    """Enqueue a kernel; raise the pending error of an earlier call of this thread.
-
-    Raises:
-        AcceleratorError: an earlier call of this thread failed; torch clears that error.
-    """
+    """Enqueue a kernel; raise the pending error of an earlier call of this thread."""
     node.call(f"kernel {name}", device=node.devices[index])
     if (latched := node.here.latched) is not None:
         node.here.latched = None
@@ -233,9 +228,6 @@ def _is_locked(stream: Stream, host: torch.Tensor) -> bool:
     """Return whether the device itself reads or writes the host tensor.
 
     Memory that is not contiguous is copied through a pageable buffer.
-
-    Raises:
-        RuntimeError: it does not, and the stream is captured.
     """
     is_locked = host.is_contiguous() and stream.gpu.node.runtime.is_locked(host)
     if not is_locked and stream.capture is not None:

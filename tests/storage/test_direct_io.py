@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.storage.direct_io import ALIGNMENT, DirectIo, DirectMode, is_aligned
+from megatron_flashckpt.storage.direct_io import ALIGNMENT, DirectIo, DirectMode
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.processes import nothing_left_open
 
@@ -44,6 +44,15 @@ class WriteCalls:
             return pwrite(fd, view[:most], offset)
 
         monkeypatch.setattr(os, "pwrite", watched)
+
+    def fail(self, number: int) -> None:
+        """Have direct writes fail."""
+
+        def refuse(direct: bool) -> None:
+            if direct:
+                raise OSError(number, os.strerror(number))
+
+        self.act = refuse
 
 
 @pytest.fixture
@@ -131,16 +140,6 @@ def test_a_write_of_no_bytes_is_an_error(
     assert len(calls.direct) == 1
 
 
-def test_a_slot_is_aligned(memory: mmap.mmap) -> None:
-    view = memoryview(memory)
-    assert is_aligned(0, view)
-    assert is_aligned(ALIGNMENT, view[ALIGNMENT : 2 * ALIGNMENT + 1])
-    assert not is_aligned(1, view)
-    assert not is_aligned(0, view[1:])
-    assert not is_aligned(0, view[: ALIGNMENT - 1])
-    assert not is_aligned(0, memoryview(bytes(ALIGNMENT)))
-
-
 @pytest.mark.parametrize("mode", ["always", "never", "auto"])
 def test_no_page_of_a_written_file_stays_cached(
     tmp_path: Path, memory: mmap.mmap, mode: DirectMode
@@ -182,11 +181,7 @@ def test_if_o_direct_is_refused_files_are_written_through_the_cache(
 def test_after_a_refused_direct_write_all_writes_go_through_the_cache(
     tmp_path: Path, memory: mmap.mmap, calls: WriteCalls
 ) -> None:
-    def refuse(direct: bool) -> None:
-        if direct:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    calls.act = refuse
+    calls.fail(errno.EINVAL)
     store = storage(tmp_path, "auto")
     for name in "ab":
         write(store, name, {0: memoryview(memory)[: 2 * MIB], 2 * MIB: memoryview(memory)[:MIB]})
@@ -207,12 +202,9 @@ def test_a_short_write_continues_at_its_end(
 def test_a_disk_error_is_raised_and_not_retried_through_the_cache(
     tmp_path: Path, memory: mmap.mmap, calls: WriteCalls
 ) -> None:
-    def fail(direct: bool) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with nothing_left_open():
         writer = storage(tmp_path).writer("f", len(memory))
-        calls.act = fail
+        calls.fail(errno.EIO)
         with pytest.raises(StorageError, match="check it before the next save"):
             writer.write_at(0, memoryview(memory))
         assert calls.direct == [True]
@@ -239,11 +231,7 @@ def test_the_first_chunks_decide_for_the_faster_way(
     assert calls.direct == [verdict, verdict]
     for name, count in (("first", 16), ("next", 2)):
         assert (tmp_path / name).read_bytes() == memory[:MIB] * count
-
-
-def test_small_chunks_are_written_directly_without_a_comparison(
-    tmp_path: Path, memory: mmap.mmap, calls: WriteCalls
-) -> None:
-    view = memoryview(memory)[: 8 * ALIGNMENT]
+    calls.direct.clear()
+    view = view[: 8 * ALIGNMENT]  # too small to be compared
     write(storage(tmp_path, "auto"), "f", {i * len(view): view for i in range(20)})
     assert calls.direct == [True] * 20

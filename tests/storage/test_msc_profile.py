@@ -68,27 +68,22 @@ def test_a_profile_names_bucket_endpoint_and_credentials(config: Path) -> None:
     assert bucket_of("msc://gcs") == Bucket("gs://box")
 
 
+def provider(kind: str, **options: object) -> dict[str, Any]:
+    return {"storage_provider": {"type": kind, "options": options}}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"storage_provider": {"type": "file", "options": {"base_path": "/"}}}, "the type 'file'"),
-        ({"storage_provider": {"type": "s3", "options": {}}}, "no base_path"),
+        (provider("file", base_path="/"), "the type 'file'"),
+        (provider("s3"), "no base_path"),
         ({"provider_bundle": {"type": "x.Y"}}, "has 'provider_bundle'"),
         ({"metadata_provider": {"type": "manifest"}}, "has 'metadata_provider'"),
         ({"replicas": []}, "has 'replicas'"),
         ({"credentials_provider": {"type": "FileBased"}}, "of type 'FileBased'"),
-        (
-            {"storage_provider": {"type": "s3", "options": {"base_path": "$HOME/x"}}},
-            "the variable HOME",
-        ),
-        (
-            {"storage_provider": {"type": "s3", "options": {"base_path": "$AWS_NONE"}}},
-            "AWS_NONE, which is not set",
-        ),
-        (
-            {"storage_provider": {"type": "s3", "options": {"base_path": "b", "verify": False}}},
-            "has 'verify'",
-        ),
+        (provider("s3", base_path="$HOME/x"), "the variable HOME"),
+        (provider("s3", base_path="$AWS_NONE"), "AWS_NONE, which is not set"),
+        (provider("s3", base_path="b", verify=False), "has 'verify'"),
     ],
 )
 def test_what_only_the_client_can_know_is_refused(
@@ -134,18 +129,14 @@ def test_a_store_of_a_profile_is_that_of_its_bucket(
     config: Path, s3_url: str, s3_proxy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Endpoint and credentials come from the profile; the environment names wrong ones."""
-    own = ObjectStore(s3_url)
-    own.create("a", b"1")
+    ObjectStore(s3_url).create("a", b"1")
     base, _, job = s3_url.removeprefix("s3://").rpartition("/")
     keys = {"access_key": "test", "secret_key": "$MSC_SECRET"}
     monkeypatch.setenv("MSC_SECRET", "testtest12")
-    endpoint = {"base_path": base, "endpoint_url": f"http://127.0.0.1:{s3_proxy.port}"}
+    endpoint = f"http://127.0.0.1:{s3_proxy.port}"
+    credentials = {"credentials_provider": {"type": "S3Credentials", "options": keys}}
     profiles(
-        config,
-        seaweed={
-            "storage_provider": {"type": "s3", "options": endpoint},
-            "credentials_provider": {"type": "S3Credentials", "options": keys},
-        },
+        config, seaweed={**provider("s3", base_path=base, endpoint_url=endpoint), **credentials}
     )
     for name in ("AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP"):
         monkeypatch.delenv(name)

@@ -36,12 +36,11 @@ def writer_to(upload: Upload, nbytes: int) -> ObjectWriter:
     return ObjectWriter("s3://b/f", nbytes, upload, lambda: None)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def few_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_writer, "_WAITING_NBYTES", 3 * len(CHUNK))
 
 
-@pytest.mark.usefixtures("few_waiting")
 def test_a_writer_waits_for_an_upload_that_is_slower():
     upload = Upload()
     writer = writer_to(upload, 20 * len(CHUNK))
@@ -66,7 +65,6 @@ def test_a_writer_waits_for_an_upload_that_is_slower():
     assert upload.taken == [CHUNK] * 20
 
 
-@pytest.mark.usefixtures("few_waiting")
 def test_a_writer_whose_first_chunk_comes_last_does_not_wait_for_itself():
     upload = Upload()
     for _ in range(9):
@@ -78,7 +76,6 @@ def test_a_writer_whose_first_chunk_comes_last_does_not_wait_for_itself():
     assert upload.taken == [bytes([number]) * len(CHUNK) for number in range(9)]
 
 
-@pytest.mark.usefixtures("few_waiting")
 def test_a_failed_upload_ends_every_write_that_waits():
     upload = Upload(StorageError(errno.EACCES, "refused"))
     writer = writer_to(upload, 20 * len(CHUNK))

@@ -10,7 +10,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -214,28 +214,55 @@ def names_in(store: Store, directory: str) -> list[str]:
     return [entry.name for entry in store.list(directory)]
 
 
+def seen_during(work: Callable[[], object], look: Callable[[], Iterable[bytes | None]]) -> set:
+    """Return all that `look` sees while `work` runs, and once more afterwards."""
+    done = threading.Event()
+    seen: set[bytes | None] = set()
+
+    def watch() -> None:
+        last = False
+        while not last:
+            last = done.is_set()
+            seen.update(look())
+
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(watch)
+        try:
+            work()
+        finally:
+            done.set()
+        watching.result()
+    return seen
+
+
+def get_or_none(store: Store, name: str) -> bytes | None:
+    try:
+        return store.get(name)
+    except FileNotFoundError:
+        return None
+
+
 # ---------------------------------------------------------------------- create
 
 
-@pytest.mark.parametrize("data", [b"", b"x", DATA])
-def test_create_writes_the_data_and_no_other_object(backend, data):
-    backend.store.create("iter_0000001/end", data)
-    assert backend.contents() == {"iter_0000001/end": data}
-    assert backend.store.get("iter_0000001/end") == data
-
-
-@pytest.mark.parametrize("planted", [False, True], ids=["by create", "by another program"])
-def test_a_name_that_exists_is_not_created_again(backend, planted):
-    if planted:
-        backend.plant("d/end", b"first")
-    else:
-        backend.store.create("d/end", b"first")
-    for _ in range(2):
-        with pytest.raises(AlreadyExistsError, match="d/end") as caught:
-            backend.store.create("d/end", b"second")
-        assert caught.value.errno == errno.EEXIST
-        assert isinstance(caught.value, FileExistsError)
-    assert backend.contents() == {"d/end": b"first"}
+def test_create_writes_the_data_under_a_name_that_does_not_exist(backend):
+    expected = {f"iter_0000001/{number}": data for number, data in enumerate((b"", b"x", DATA))}
+    for name, data in expected.items():
+        backend.store.create(name, data)
+        assert backend.store.get(name) == data
+    assert backend.contents() == expected
+    backend.plant("iter_0000001/planted", b"by another program")
+    for name in ("iter_0000001/1", "iter_0000001/planted"):
+        before = backend.contents()
+        for _ in range(2):
+            with pytest.raises(AlreadyExistsError, match=name) as caught:
+                backend.store.create(name, b"second")
+            assert caught.value.errno == errno.EEXIST
+            assert isinstance(caught.value, FileExistsError)
+        assert backend.contents() == before
+        backend.store.delete([name])
+        assert backend.store.stat(name) is None
+        backend.store.create(name, b"a deleted name is created again")
 
 
 def test_one_of_many_creates_wins_and_all_read_its_bytes(backend):
@@ -256,67 +283,31 @@ def test_one_of_many_creates_wins_and_all_read_its_bytes(backend):
 
 
 def test_a_created_object_is_seen_whole_or_not_at_all(backend):
-    done = threading.Event()
-    seen = set()
-
-    def watch() -> None:
-        last = False
-        while not last:  # reads once more after the creates
-            last = done.is_set()
-            for number in range(20):
-                try:
-                    seen.add(backend.store.get(f"d/{number}"))
-                except FileNotFoundError:
-                    seen.add(None)
-
-    with ThreadPoolExecutor() as pool:
-        watching = pool.submit(watch)
-        try:
-            for number in range(20):
-                backend.store.create(f"d/{number}", DATA * 10)
-        finally:
-            done.set()
-        watching.result()
+    names = [f"d/{number}" for number in range(20)]
+    seen = seen_during(
+        lambda: [backend.store.create(name, DATA * 10) for name in names],
+        lambda: [get_or_none(backend.store, name) for name in names],
+    )
     assert seen <= {None, DATA * 10}
-
-
-def test_a_deleted_name_can_be_created_again(backend):
-    for data in (b"manifest", b"failed"):
-        backend.store.create("d/end", data)
-        assert backend.store.get("d/end") == data
-        backend.store.delete(["d/end"])
-    assert backend.store.stat("d/end") is None
 
 
 # ---------------------------------------------------------------------- put
 
 
-@pytest.mark.parametrize("data", [b"", b"x", DATA])
-def test_put_replaces_the_old_contents(backend, data):
-    backend.store.put("tracker.txt", b"something longer than one byte")
-    backend.store.put("tracker.txt", data)
-    assert backend.contents() == {"tracker.txt": data}
+def test_put_replaces_the_old_contents(backend):
+    for data in (b"something longer than one byte", b"", DATA, b"x"):
+        backend.store.put("tracker.txt", data)
+        assert backend.contents() == {"tracker.txt": data}
 
 
 def test_a_put_is_seen_whole_or_not_at_all(backend):
     versions = [bytes([version]) * 100_000 for version in range(6)]
     backend.store.put("m", versions[0])
-    done = threading.Event()
-    seen = set()
-
-    def watch() -> None:
-        last = False
-        while not last:  # reads once more after the last put
-            last = done.is_set()
-            seen.add(backend.store.get("m"))
-
     with ThreadPoolExecutor() as pool:
-        watching = pool.submit(watch)
-        try:
-            list(pool.map(lambda version: backend.store.put("m", version), versions))
-        finally:
-            done.set()
-        watching.result()
+        seen = seen_during(
+            lambda: list(pool.map(lambda version: backend.store.put("m", version), versions)),
+            lambda: [backend.store.get("m")],
+        )
     assert seen <= set(versions)
     assert set(backend.contents()) == {"m"}
 
@@ -368,31 +359,13 @@ def test_a_file_kept_open_is_read_like_any_other(backend):
         assert data == (name * 3).encode()[2:6]
 
 
-def test_several_threads_may_read_one_object(backend):
-    backend.plant("f", DATA)
-    data = bytearray(len(DATA))
-
-    def fill(at: int) -> int:
-        return backend.store.get_into("f", at, [memoryview(data)[at : at + 512]])
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(fill, range(0, len(DATA), 512))) == len(DATA)
-    assert data == DATA
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda store, name: store.get(name),
-        lambda store, name: store.get_into(name, 0, [memoryview(bytearray(1))]),
-    ],
-    ids=["get", "get_into"],
-)
-def test_a_missing_object_is_a_file_not_found_error_with_its_name(backend, operation):
+def test_a_missing_object_is_a_file_not_found_error_with_its_name(backend):
     backend.plant("d/f", b"")
     for name in ("absent", "no/such/directory", "d/absent"):
         with pytest.raises(FileNotFoundError, match=name):
-            operation(backend.store, name)
+            backend.store.get(name)
+        with pytest.raises(FileNotFoundError, match=name):
+            backend.store.get_into(name, 0, [memoryview(bytearray(1))])
 
 
 def test_stat_tells_size_and_kind(backend):
@@ -406,6 +379,8 @@ def test_stat_tells_size_and_kind(backend):
 
 
 def test_list_returns_the_direct_entries_of_a_directory(backend):
+    for directory in ("", "absent", "absent/too"):
+        assert backend.store.list(directory) == []
     for name in ("a", "d/c", "d/b", "d/e/f", "dd/g"):
         backend.plant(name, name.encode())
     a, d, dd = backend.store.list("")
@@ -421,11 +396,6 @@ def test_list_returns_the_direct_entries_of_a_directory(backend):
         Entry("e", -1, "directory"),
     ]
     assert backend.store.list("d/e") == [Entry("f", 5, "file")]
-
-
-def test_a_directory_that_does_not_exist_is_empty(backend):
-    for directory in ("", "absent", "absent/too"):
-        assert backend.store.list(directory) == []
 
 
 # ---------------------------------------------------------------------- delete
@@ -452,9 +422,10 @@ def test_delete_removes_directories_that_became_empty(backend):
 
 def test_objects_may_be_created_while_their_directory_is_deleted(backend):
     """The last object of a directory goes while another process creates the next one."""
+    count = 3 if isinstance(backend, ObjectBackend) else 20  # objects have no directories
 
     def come_and_go(worker: int) -> None:
-        for number in range(20):
+        for number in range(count):
             name = f"d/{worker}-{number}"
             backend.store.create(name, b"x")
             backend.store.delete([name])
@@ -480,80 +451,74 @@ def test_an_object_may_be_written_in_any_order(backend):
     assert backend.contents() == {"iter_0000001/shard": DATA}
 
 
-def test_several_threads_may_write_one_object(backend):
-    writer = backend.store.writer("f", len(DATA))
+def test_several_threads_may_write_and_read_one_object(backend):
+    writer, data = backend.store.writer("f", len(DATA)), bytearray(len(DATA))
+
+    def fill(at: int) -> int:
+        return backend.store.get_into("f", at, [memoryview(data)[at : at + 512]])
+
     with ThreadPoolExecutor(8) as pool:
         starts = range(0, len(DATA), 512)
         list(pool.map(lambda at: writer.write_at(at, DATA[at : at + 512]), starts))
-    writer.finish()
-    assert backend.contents() == {"f": DATA}
+        writer.finish()
+        assert backend.contents() == {"f": DATA}
+        assert sum(pool.map(fill, starts)) == len(DATA)
+    assert data == DATA
 
 
-@pytest.mark.parametrize("before", [b"", DATA * 2])
-def test_a_writer_replaces_an_existing_object(backend, before):
-    backend.plant("f", before)
-    writer = backend.store.writer("f", 3)
-    writer.write_at(0, b"new")
-    writer.finish()
-    assert backend.contents() == {"f": b"new"}
+@pytest.mark.parametrize("data", [b"", b"new"])
+def test_a_writer_replaces_an_existing_object(backend, data):
+    for name, before in (("a", b""), ("b", DATA * 2)):
+        backend.plant(name, before)
+        writer = backend.store.writer(name, len(data))
+        if data:
+            writer.write_at(0, data)
+        writer.finish()
+    assert backend.contents() == {"a": data, "b": data}
 
 
-def test_an_empty_object_can_be_written(backend):
-    backend.store.writer("f", 0).finish()
-    assert backend.contents() == {"f": b""}
-
-
-@pytest.mark.parametrize("written", [b"", DATA[:100], DATA])
-def test_an_abandoned_object_leaves_nothing_behind(backend, written):
-    backend.plant("d/other", b"")
-    writer = backend.store.writer("d/f", len(DATA))
-    writer.write_at(0, written)
-    writer.abandon()
-    writer.abandon()
-    assert set(backend.contents()) == {"d/other"}
-    with pytest.raises(FileNotFoundError):
-        backend.store.get("d/f")
-
-
-def test_an_abandoned_or_finished_writer_takes_no_more_bytes(backend):
-    finished = backend.store.writer("finished", 3)
+def test_an_abandoned_object_leaves_nothing_behind_and_takes_no_more_bytes(backend):
+    finished = backend.store.writer("d/finished", 3)
     finished.write_at(0, b"abc")
     finished.finish()
-    abandoned = backend.store.writer("abandoned", 3)
-    abandoned.abandon()
-    for writer in (finished, abandoned):
-        with pytest.raises(StorageError):
-            writer.write_at(0, b"xyz")
-    assert backend.contents() == {"finished": b"abc"}
+    for written in (b"", DATA[:100], DATA):
+        writer = backend.store.writer("d/f", len(DATA))
+        writer.write_at(0, written)
+        writer.abandon()
+        writer.abandon()
+        for ended in (writer, finished):
+            with pytest.raises(StorageError):
+                ended.write_at(0, b"xyz")
+        assert backend.contents() == {"d/finished": b"abc"}
+        with pytest.raises(FileNotFoundError):
+            backend.store.get("d/f")
 
 
 # ---------------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda store, name: store.put(name, b"planted"),
-        lambda store, name: store.create(name, b"planted"),
-        lambda store, name: store.writer(name, 7),
-        lambda store, name: store.get(name),
-        lambda store, name: store.get_into(name, 0, [memoryview(bytearray(1))]),
-        lambda store, name: store.stat(name),
-        lambda store, name: store.delete(["a/b", name]),
-        lambda store, name: store.make_durable(name),
-        lambda store, name: store.list(name or ".."),  # "" would be the root
-    ],
-    ids="put create writer get get_into stat delete make_durable list".split(),
-)
-def test_a_name_outside_the_root_is_refused(backend, tmp_path, operation):
+#: Calls with a name, by verb.
+VERBS: dict[str, Callable[[Store, str], object]] = {
+    "put": lambda store, name: store.put(name, b"planted"),
+    "create": lambda store, name: store.create(name, b"planted"),
+    "writer": lambda store, name: store.writer(name, 7),
+    "get": lambda store, name: store.get(name),
+    "get_into": lambda store, name: store.get_into(name, 0, [memoryview(bytearray(1))]),
+    "stat": lambda store, name: store.stat(name),
+    "delete": lambda store, name: store.delete(["a/b", name]),
+    "make_durable": lambda store, name: store.make_durable(name),
+    "list": lambda store, name: store.list(name or ".."),  # "" would be the root
+}
+
+
+def test_a_name_outside_the_root_is_refused(backend, tmp_path):
     backend.plant("a/b", b"stays")
     before = backend.contents()
-    for escape in ESCAPES:
-        name = f"{tmp_path}/x" if escape == ABSOLUTE else escape
+    for verb, escape in itertools.product(VERBS, ESCAPES):
         with pytest.raises(StorageError, match="is not a name inside") as caught:
-            operation(backend.store, name)
-        assert backend.store.place in str(caught.value)
-    assert backend.contents() == before
+            VERBS[verb](backend.store, escape.replace(ABSOLUTE, f"{tmp_path}/x"))
+        assert backend.store.place in str(caught.value), verb
+        assert backend.contents() == before, verb
 
 
 def test_odd_names_are_kept(backend):
@@ -584,8 +549,7 @@ def test_the_probe_passes_and_leaves_one_object_for_other_nodes(backend):
 class Overwriting(MemoryStore):
     """A store whose `create` is not exclusive."""
 
-    def create(self, name: str, data: bytes) -> None:
-        self.put(name, data)
+    create = MemoryStore.put
 
 
 class Late(MemoryStore):
@@ -595,12 +559,8 @@ class Late(MemoryStore):
         return []
 
 
-@pytest.mark.parametrize(
-    ("store", "action"),
-    [(Overwriting("/there"), "create a name once"), (Late("/there"), "list a new name")],
-    ids=["not exclusive", "not listed"],
-)
-def test_the_probe_names_what_a_store_cannot_do(store, action):
-    with pytest.raises(StorageError, match=f"/there: this node cannot {action}") as caught:
-        probe_store(store, "flashckpt/probe/00003")
-    assert caught.value.errno == errno.EIO
+def test_the_probe_names_what_a_store_cannot_do():
+    for kind, action in ((Overwriting, "create a name once"), (Late, "list a new name")):
+        with pytest.raises(StorageError, match=f"/there: this node cannot {action}") as caught:
+            probe_store(kind("/there"), "flashckpt/probe/00003")
+        assert caught.value.errno == errno.EIO

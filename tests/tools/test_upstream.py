@@ -7,32 +7,37 @@ import pytest
 from tools.compat import upstream
 
 
-def test_a_test_counts_as_passed_only_if_it_called_our_functions() -> None:
-    passed = upstream.Result("passed", "", 2)
-    assert upstream.verdict("a", passed, passed).kind == upstream.PASSED
-    idle = upstream.Result("passed", "", 0)
-    assert upstream.verdict("a", idle, idle).kind == upstream.NOT_OURS
+def result(outcome: str, reason: str = "", calls: int = 0) -> upstream.Result:
+    return upstream.Result(outcome, reason, calls)
 
 
-def test_a_test_that_stock_fails_or_skips_is_no_failure_of_ours() -> None:
-    failed, skipped = upstream.Result("failed", "no GPU", 0), upstream.Result("skipped", "slow", 0)
-    for ours in (failed, upstream.Result("passed", "", 1), None):
-        verdict = upstream.verdict("a", failed, ours)
-        assert (verdict.kind, verdict.reason) == (upstream.STOCK_FAILS, "no GPU")
-        assert upstream.verdict("a", skipped, ours).kind == upstream.SKIPPED
-        not_tried = upstream.Result("skipped", upstream.NOT_TRIED, 0)
-        assert upstream.verdict("a", not_tried, ours).kind == upstream.STOCK_FAILS
+PASSED, FAILED, SKIPPED = result("passed", "", 1), result("failed", "no GPU"), result("skipped")
 
 
-def test_a_test_that_only_ours_fails_is_a_failure_or_a_listed_exception(
+@pytest.mark.parametrize(
+    ("name", "stock", "ours", "kind"),
+    [
+        ("a", PASSED, PASSED, upstream.PASSED),
+        ("a", result("passed"), result("passed"), upstream.NOT_OURS),  # called none of ours
+        *(("a", FAILED, ours, upstream.STOCK_FAILS) for ours in (FAILED, PASSED, None)),
+        *(("a", SKIPPED, ours, upstream.SKIPPED) for ours in (FAILED, PASSED, None)),
+        ("a", result("skipped", upstream.NOT_TRIED), PASSED, upstream.STOCK_FAILS),
+        *(("a", PASSED, ours, upstream.FAILED) for ours in (FAILED, None)),
+        ("named", PASSED, FAILED, upstream.NOT_OURS),
+        ("named", PASSED, PASSED, upstream.PASSED),  # a listed test that passes still counts
+    ],
+)
+def test_only_what_ours_alone_fails_is_a_failure_or_a_listed_exception(
     monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    stock: upstream.Result,
+    ours: upstream.Result | None,
+    kind: str,
 ) -> None:
     monkeypatch.setattr(upstream, "NOT_APPLICABLE", {r"named$": "asserts file names"})
-    stock, ours = upstream.Result("passed", "", 0), upstream.Result("failed", "it differs", 1)
-    assert upstream.verdict("other", stock, ours).kind == upstream.FAILED
-    assert upstream.verdict("other", stock, None).kind == upstream.FAILED
-    verdict = upstream.verdict("named", stock, ours)
-    assert (verdict.kind, verdict.reason) == (upstream.NOT_OURS, "asserts file names")
-    # A listed test that passes still counts as passed.
-    passed = upstream.Result("passed", "", 1)
-    assert upstream.verdict("named", stock, passed).kind == upstream.PASSED
+    verdict = upstream.verdict(name, stock, ours)
+    assert verdict.kind == kind
+    if kind == upstream.STOCK_FAILS and stock is FAILED:
+        assert verdict.reason == "no GPU"
+    if (name, kind) == ("named", upstream.NOT_OURS):
+        assert verdict.reason == "asserts file names"

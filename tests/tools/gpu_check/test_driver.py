@@ -33,13 +33,12 @@ def write_section(
     *,
     seconds: float = 60.0,
     gpus: int = 0,
-    alone: bool = True,
 ) -> None:
     """Add a section to a package; make the package if it does not exist."""
     package.mkdir(exist_ok=True)
     listed = package / "__init__.py"
     lines = listed.read_text() if listed.exists() else LIST
-    fields = f"'section_{letter}', '{letter}', 'made up', {seconds}, {gpus}, False, {alone}"
+    fields = f"'section_{letter}', '{letter}', 'made up', {seconds}, {gpus}, False, True"
     listed.write_text(f"{lines}SECTIONS.append(Section({fields}))\n")
     (package / f"section_{letter}.py").write_text(f"def run(report):\n    {body}\n")
 
@@ -105,15 +104,16 @@ AFTER_FORKED = """
 """
 
 
-@pytest.fixture(scope="module")
-def pids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of files in which sections with children write their process ids."""
-    return tmp_path_factory.mktemp("pids")
+class Ended(NamedTuple):
+    """Run of sections that end in every possible way, and where their children noted their ids."""
+
+    result: DriverResult
+    pids: Path
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> DriverResult:
-    """Run of sections that end in every possible way."""
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    pids = tmp_path_factory.mktemp("pids")
     package = tmp_path_factory.mktemp("sections") / "made_up"
     facts = (
         'report.must("a rule", True, "held"); report.figure("first", 1.0, "s");'
@@ -132,75 +132,70 @@ def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> DriverResult:
     (package.parent / "pause.py").write_text(
         "import signal\n\n\ndef main(_):\n    signal.pause()\n"
     )
-    return run_made_up(package, "--only", "S,R,L,G,F,P,D,E")
+    return Ended(run_made_up(package, "--only", "S,R,L,G,F,P,D,E"), pids)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real thing runs on this machine")
 def test_every_section_passes_on_a_simulated_gpu(tmp_path: Path) -> None:
-    ended = gpu_check(tmp_path / "out.json", "--budget", "3000")
-    assert ended.status == 0, ended.output
-    assert list(ended.lines) == [section.label for section in SECTIONS]
-    for section in ended.document["sections"]:
+    result = gpu_check(tmp_path / "out.json", "--budget", "3000")
+    assert result.status == 0, result.output
+    assert list(result.lines) == [section.label for section in SECTIONS]
+    for section in result.document["sections"]:
         needs_two = section["section"] in ("D1", "T1")
         assert section["verdict"].startswith("not run: needs 2" if needs_two else "ok"), section
-    rules = [line["what"] for line in ended.lines["M"] if line["ok"]]
+    rules = [line["what"] for line in result.lines["M"] if line["ok"]]
     for source in ("memory", "storage"):
         assert f"a restart resumes from {source}, from the newest whole save" in rules
         assert f"restart from {source}: all losses are equal" in rules
         compared = f"restart from {source}: all tensors after iteration"
         assert sum(rule.startswith(compared) for rule in rules) == 2
-    assert ", 0 broken\n" in ended.output
+    assert ", 0 broken\n" in result.output
 
 
 SHAPE = {"section": None, "ok": None, "value": None, "unit": None, "detail": ""}
+KEPT = {**SHAPE, "kind": "note", "what": "first", "detail": "kept"}
 
 
-def test_facts_are_written_as_json_and_printed_in_a_table(ended: DriverResult) -> None:
-    assert ended.lines["E"] == [
+def broken(what: str, detail: str) -> dict[str, Any]:
+    return {**SHAPE, "kind": "must", "what": what, "ok": False, "detail": detail}
+
+
+def test_facts_are_written_as_json_and_printed_in_a_table(ended: Ended) -> None:
+    result = ended.result
+    assert result.lines["E"] == [
         {**SHAPE, "kind": "must", "what": "a rule", "ok": True, "detail": "held"},
         {**SHAPE, "kind": "figure", "what": "first", "value": 1.0, "unit": "s"},
         {**SHAPE, "kind": "headline", "what": "speed", "value": 52.5, "unit": "GB/s"},
         {**SHAPE, "kind": "skip", "what": "a part", "detail": "no reason"},
     ]
-    assert "\n| E made up | ok, 1 rules, parts not run | 52.5 GB/s: speed |" in ended.output
-    assert "\n| E made up: a part | no reason |\n" in ended.output
-    assert "torch" in ended.document["about"]["versions"]
+    assert "\n| E made up | ok, 1 rules, parts not run | 52.5 GB/s: speed |" in result.output
+    assert "\n| E made up: a part | no reason |\n" in result.output
+    assert "\n| P made up: all of it | needs 99 GPUs |\n" in result.output
+    assert "torch" in result.document["about"]["versions"]
 
 
-def test_a_broken_rule_fails_the_check_but_later_sections_still_run(ended: DriverResult) -> None:
-    assert ended.status == 1
-    assert set(ended.lines) == set("EDFRSPLG")
-    assert "\nFAILED D: a rule  it was 3\n" in ended.output
-    assert ended.output.endswith("4 rules checked, 3 broken\n")
-
-
-def test_a_crashed_section_is_a_broken_rule_and_prints_its_traceback(ended: DriverResult) -> None:
-    what = "runs to its end"
-    assert ended.lines["F"] == [
-        {**SHAPE, "kind": "note", "what": "first", "detail": "kept"},
-        {**SHAPE, "kind": "must", "what": what, "ok": False, "detail": "exit status 1"},
-    ]
-    assert "| ValueError: broken\n" in ended.output
-
-
-def test_a_section_that_hangs_is_killed_with_all_its_children(
-    ended: DriverResult, pids: Path
+def test_a_broken_rule_or_a_crash_fails_the_check_but_later_sections_still_run(
+    ended: Ended,
 ) -> None:
-    what, detail = "ends within 6 s", "killed, with all its children"
-    assert ended.lines["S"] == [
-        {**SHAPE, "kind": "note", "what": "first", "detail": "kept"},
-        {**SHAPE, "kind": "must", "what": what, "ok": False, "detail": detail},
-    ]
-    assert_ended(pids / "hung")
+    result = ended.result
+    assert result.status == 1
+    assert set(result.lines) == set("EDFRSPLG")
+    assert "\nFAILED D: a rule  it was 3\n" in result.output
+    assert result.lines["F"] == [KEPT, broken("runs to its end", "exit status 1")]
+    assert "| ValueError: broken\n" in result.output
+    assert result.output.endswith("4 rules checked, 3 broken\n")
 
 
-def test_processes_that_a_section_leaves_running_are_killed(
-    ended: DriverResult, pids: Path
+def test_processes_of_a_section_that_hangs_or_leaves_them_running_are_killed(
+    ended: Ended,
 ) -> None:
+    lines = ended.result.lines
+    assert lines["S"] == [KEPT, broken("ends within 6 s", "killed, with all its children")]
     what = "processes that it left running and that were killed"
-    assert ended.lines["R"][1:] == [{**SHAPE, "kind": "note", "what": what, "detail": "2"}]
-    assert_ended(pids / "left")
-    assert ended.lines["L"] == ended.lines["G"] == []
+    assert lines["R"][1:] == [{**SHAPE, "kind": "note", "what": what, "detail": "2"}]
+    assert lines["L"] == lines["G"] == []
+    for name in ("hung", "left"):
+        assert_ended(ended.pids / name)
 
 
 def assert_ended(file: Path) -> None:
@@ -208,33 +203,15 @@ def assert_ended(file: Path) -> None:
         eventually(f"the end of {pid}", lambda pid=pid: not is_alive(pid))
 
 
-def test_a_section_that_needs_more_gpus_is_listed_as_not_run(ended: DriverResult) -> None:
-    assert "\n| P made up: all of it | needs 99 GPUs |\n" in ended.output
-
-
 def test_a_section_without_time_left_in_the_budget_is_listed(tmp_path: Path) -> None:
     package = tmp_path / "made_up"
     write_section(package, "T", "import signal; signal.pause()", seconds=600.0)
     write_section(package, "D", "pass")
-    ended = run_made_up(package, "--only", "D,T", "--budget", "12")
-    assert ended.status == 0, "no rule was broken"
-    (line,) = ended.lines["T"]
+    result = run_made_up(package, "--only", "D,T", "--budget", "12")
+    assert result.status == 0, "no rule was broken"
+    (line,) = result.lines["T"]
     assert line["detail"].startswith("no time left: killed after")
-    assert "\n| D made up: all of it | no time left |\n" in ended.output
-
-
-def test_sections_that_measure_nothing_run_side_by_side(tmp_path: Path) -> None:
-    package = tmp_path / "made_up"
-    for letter, other in ("EF", "FE"):
-        body = f"""
-    import pathlib, time
-    here = pathlib.Path({str(tmp_path)!r})
-    (here / "{letter}").touch()
-    while not (here / "{other}").exists():
-        time.sleep(0.01)
-"""
-        write_section(package, letter, body, seconds=30.0, alone=False)
-    assert run_made_up(package, "--jobs", "2").status == 0
+    assert "\n| D made up: all of it | no time left |\n" in result.output
 
 
 def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
