@@ -122,10 +122,10 @@ def test_whole_pages_bypass_the_cache_and_the_rest_goes_through_it(
     write(storage(tmp_path), "f", {4096: view[: 3 * ALIGNMENT + 7], 0: memoryview(bytes(4096))})
     assert calls.direct == [True, False, False]
     calls.direct.clear()
-    write(storage(tmp_path), "f", {0: view[1:4097], 4097: view[:4096]})
+    write(storage(tmp_path), "g", {0: view[1:4097], 4097: view[:4096]})
     assert calls.direct == [False, False]
     calls.direct.clear()
-    write(storage(tmp_path, "never"), "f", {0: view[:8192]})
+    write(storage(tmp_path, "never"), "h", {0: view[:8192]})
     assert calls.direct == [False]
 
 

@@ -33,7 +33,7 @@ class Upload:
 
 
 def writer_to(upload: Upload, nbytes: int) -> ObjectWriter:
-    return ObjectWriter("s3://b/f", nbytes, upload, lambda: None)
+    return ObjectWriter("s3://b/f", nbytes, upload)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ its hooks and name it in `BACKENDS`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -466,15 +467,39 @@ def test_several_threads_may_write_and_read_one_object(backend):
     assert data == DATA
 
 
-@pytest.mark.parametrize("data", [b"", b"new"])
-def test_a_writer_replaces_an_existing_object(backend, data):
-    for name, before in (("a", b""), ("b", DATA * 2)):
+def test_an_empty_object_can_be_written(backend):
+    backend.store.writer("f", 0).finish()
+    assert backend.contents() == {"f": b""}
+
+
+def test_an_object_that_exists_is_not_written_again(backend):
+    for name, before in (("a", b""), ("b", DATA)):
         backend.plant(name, before)
-        writer = backend.store.writer(name, len(data))
-        if data:
-            writer.write_at(0, data)
+        with pytest.raises(AlreadyExistsError):
+            backend.store.writer(name, 3)
+    assert backend.contents() == {"a": b"", "b": DATA}
+
+
+def test_an_object_has_its_name_when_it_is_whole_and_takes_none_from_another(backend):
+    writer = backend.store.writer("d/f", 3)
+    writer.write_at(0, b"abc")
+    backend.store.create("d/f", b"first")
+    is_bucket = isinstance(backend, ObjectBackend)
+    with contextlib.nullcontext() if is_bucket else pytest.raises(AlreadyExistsError):
         writer.finish()
-    assert backend.contents() == {"a": data, "b": data}
+    writer.abandon()
+    assert backend.contents() == {"d/f": b"abc" if is_bucket else b"first"}
+
+
+def test_an_object_that_is_being_written_is_not_seen_and_keeps_its_directory(backend):
+    writer = backend.store.writer("d/f", len(DATA))
+    writer.write_at(0, DATA)
+    backend.store.create("d/other", b"x")
+    assert names_in(backend.store, "d") == ["other"]
+    backend.store.delete(["d/other"])
+    assert backend.store.stat("d/f") is None
+    writer.finish()
+    assert backend.contents() == {"d/f": DATA}
 
 
 def test_an_abandoned_object_leaves_nothing_behind_and_takes_no_more_bytes(backend):
