@@ -64,7 +64,7 @@ POINTS = {
     # The agent, persisting one shard.
     "persist.created": (
         "agent.shard_writer",
-        "the shard file has its name and its space, but no data",
+        "the shard file has its space under a temporary name, but no data",
     ),
     "persist.chunk": ("agent.shard_writer", "one more chunk is written"),
     "persist.chunks": ("agent.shard_writer", "all chunks are written; the header is not"),
@@ -74,7 +74,7 @@ POINTS = {
     ),
     "file.synced": (
         "storage.posix_writer",
-        "the shard file's data is durable; its name may not be",
+        "the shard file's data is durable under a temporary name; nobody sees it",
     ),
     "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
     "persist.record": ("agent.proposals", "the commit record of a node exists"),

@@ -78,6 +78,8 @@ def copied(
     # The description is that of this save only if the slot has it still: another save's bytes,
     # which may be half-copied, would make a copy that only looks whole.
     if slot_bytes.holds(slab, index, header.save_id):
+        own = shard_name(rank, header.save_id)  # of which a killed agent may have left a part
+        store.discard_unfinished(iteration_dir(header.iteration), lambda name: name == own)
         shard = slot_shard(store, slot, header, meta, flow=flow, known=known)
         try:
             rest = _rest_of(slab, index, rank, shard.digests)

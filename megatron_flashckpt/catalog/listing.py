@@ -304,7 +304,7 @@ def _uncommitted(
         if save_id := file_names.save_of(name):
             saves[save_id].append(name)
     if not saves:
-        return IterationEntry(directory, iteration, NOT_COMMITTED, "no files of ours in it")
+        return IterationEntry(directory, iteration, NOT_COMMITTED, "no complete file of ours in it")
     remarks, ranks, nbytes = [], None, 0
     for save_id, own_files in saves.items():
         shards = [name for name in own_files if file_names.is_shard_name(name)]

@@ -88,7 +88,10 @@ def _write(store: RetryingStore, name: str) -> None:
             writer.abandon()
             raise
 
-    store.with_retries(write)  # a writer's errors are not retried: the whole object has to be
+    # A writer's errors are not retried: the whole object has to be. An attempt that failed may have
+    # made it; its bytes are read next.
+    with contextlib.suppress(AlreadyExistsError):
+        store.with_retries(write)
     _expect(store.get(name) == memory, store, name, "holds other bytes than written")
 
 
