@@ -48,7 +48,7 @@ from tools import reference_pages
 #: A time of a commit, in the local time in which tables show it.
 NOON = datetime.datetime(2026, 11, 23, 12).timestamp()
 
-# ---------------------------------------------------------------------- ls
+# ---------------- ls
 
 
 def test_ls_shows_every_checkpoint_the_tracked_one_and_the_rules_that_keep_it(
@@ -77,19 +77,6 @@ def test_ls_shows_every_checkpoint_the_tracked_one_and_the_rules_that_keep_it(
     assert kept == ["every 10", "nothing", "tracker, every 10"]
 
 
-def test_ls_reads_the_ranks_of_a_node_from_its_record_name(run: Run, save: Path) -> None:
-    persist(PosixStore(save), 20, SAVE_ID, 0, 6, pieces_of_rank(0))
-    directory = save / "iter_0000020"
-    record = directory / record_name(range(1), SAVE_ID)
-    record.rename(directory / record_name(range(1, 4), SAVE_ID))
-    # A record name that claims more ranks than the job has, or than fit into memory, is ignored.
-    for ranks in (range(7), range(10**10)):
-        (directory / record_name(ranks, SAVE_ID)).touch()
-    assert run("ls", save).row("20", "not committed")[-1] == (
-        f"{SAVE_ID}: 3 of 6 ranks are durable, missing: 0, 4, 5"
-    )
-
-
 def test_ls_shows_every_attempt_of_one_iteration_and_why_it_failed(run: Run, save: Path) -> None:
     first, second, third = (save_name(RUN, 1, attempt) for attempt in (1, 2, 3))
     reason = "/disk: cannot write (No space left on device); free space there"
@@ -103,12 +90,23 @@ def test_ls_shows_every_attempt_of_one_iteration_and_why_it_failed(run: Run, sav
     )
 
 
-def test_ls_shows_a_shard_without_header_as_not_durable(run: Run, save: Path) -> None:
-    torn = save / "iter_0000020" / shard_name(0, SAVE_ID)
+def test_ls_counts_durable_ranks_by_the_names_of_their_records(run: Run, save: Path) -> None:
+    torn = save / "iter_0000010" / shard_name(0, SAVE_ID)
     torn.parent.mkdir(parents=True)
-    torn.write_bytes(bytes(5000))
-    assert run("ls", save).row("20", "not committed") == (
-        ["20", "not committed", "4.9 KiB", f"{SAVE_ID}: 0 of ? ranks are durable"]
+    torn.write_bytes(bytes(5000))  # without a header
+    persist(PosixStore(save), 20, SAVE_ID, 0, 6, pieces_of_rank(0))
+    directory = save / "iter_0000020"
+    record = directory / record_name(range(1), SAVE_ID)
+    record.rename(directory / record_name(range(1, 4), SAVE_ID))
+    # A record name that claims more ranks than the job has, or than fit into memory, is ignored.
+    for ranks in (range(7), range(10**10)):
+        (directory / record_name(ranks, SAVE_ID)).touch()
+    ran = run("ls", save)
+    assert ran.row("10", "not committed") == (
+        ["10", "not committed", "4.9 KiB", f"{SAVE_ID}: 0 of ? ranks are durable"]
+    )
+    assert ran.row("20", "not committed")[-1] == (
+        f"{SAVE_ID}: 3 of 6 ranks are durable, missing: 0, 4, 5"
     )
 
 
@@ -211,31 +209,32 @@ def test_ls_reports_a_tracker_that_is_missing_or_names_a_missing_iteration(
     assert run("ls", save).lines[-1] == f"{TRACKER} is missing: a job would start from scratch"
 
 
-@pytest.mark.parametrize("output", [[], ["--json"]], ids=str)
-def test_a_directory_without_checkpoints_is_an_error_of_ls(
-    run: Run, save: Path, output: list[str]
-) -> None:
+def test_a_directory_without_checkpoints_is_an_error_of_ls(run: Run, save: Path) -> None:
+    def refused(error: str) -> None:
+        for output in ([], ["--json"]):
+            only_line(run("ls", save, *output), rf"{save}: holds no checkpoint{error}")
+
     (save / "tensorboard").mkdir(parents=True)
     wrong = "give Megatron's --save directory"
-    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint; {wrong}")
+    refused(f"; {wrong}")
     (save / TRACKER).write_text("20")
     fact = rf"although {TRACKER} names '20'"
-    only_line(run("ls", save, *output), rf"{save}: holds no checkpoint, {fact}; {wrong}")
+    refused(rf", {fact}; {wrong}")
     alive.put(PosixStore(save), sign_of("000001-aaaa"))
-    only_line(
-        run("ls", save, *output),
-        rf"{save}: holds no checkpoint yet, {fact}; run 000001-aaaa \(.*\) saves there, which is "
-        r"training or was killed: wait until a save is committed",
+    refused(
+        rf" yet, {fact}; run 000001-aaaa \(.*\) saves there, which is training or was killed: wait "
+        "until a save is committed"
     )
 
 
-# ---------------------------------------------------------------------- inspect
+# ---------------- inspect
 
 
 def test_inspect_shows_description_tensors_and_files(run: Run, save: Path) -> None:
     made = make(save, ancestors=(Ancestor("000000-0001", 3),))
     ran = run("inspect", save)
     assert (ran.status, ran.err) == (0, "")
+    assert "metrics" not in [line.split()[0] for line in ran.lines if line]
     assert ran.row("checkpoint") == ["checkpoint", str(made.directory)]
     assert ran.row("save")[1] == f"{made.save_id}, format version {FORMAT_VERSION}"
     assert ran.row("run")[1] == f"{RUN}, which continues 000000-0001 up to iteration 3"
@@ -249,20 +248,14 @@ def test_inspect_shows_description_tensors_and_files(run: Run, save: Path) -> No
         place = f"tp{rank % 2} pp0 dp{rank // 2} cp0 ep0 edp0"
         row = [str(rank), place, made.shard(rank).name, size, str(len(made.pieces[rank]))]
         assert ran.row(str(rank)) == row
-
-
-def test_inspect_json_holds_the_same_fields(run: Run, save: Path) -> None:
-    made = make(save)
+    metrics = {"lm loss validation": 2.25, "accuracy": 0.5}
+    made.change_manifest(lambda manifest: manifest.update(metrics=metrics))
+    assert run("inspect", save).row("metrics")[1] == "lm loss validation: 2.25, accuracy: 0.5"
     document = json.loads(run("inspect", save, "--json").out)
-    chosen = [document[name] for name in ("iteration", "save_id", "tracked", "world_size")]
-    assert chosen == [10, made.save_id, True, 4]
-    assert document["description"]["data_parallel_size"] == 2
-    assert document["nbytes"] == sum(made.shard(rank).stat().st_size for rank in range(4))
-    assert [file["file"] for file in document["files"]] == [made.shard(r).name for r in range(4)]
+    assert (document["metrics"], document["tracked"]) == (metrics, True)
     assert document["files"][3]["coordinates"]["dp"] == 1
     pieces = [piece for held in made.pieces for piece in held]
     assert sum(tensor["nbytes"] for tensor in document["tensors"]) == sum(p.nbytes for p in pieces)
-    assert sum(tensor["pieces"] for tensor in document["tensors"]) == len(pieces)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
@@ -283,7 +276,7 @@ def test_the_given_then_the_tracked_then_the_newest_iteration_is_read(
     assert shown() == "30"
 
 
-# ---------------------------------------------------------------------- verify
+# ---------------- verify
 
 
 def test_verify_prints_one_line_or_place_digests_and_remedy_of_each_damage(
@@ -392,7 +385,7 @@ def test_an_interruption_during_the_imports_gives_no_traceback(save: Path) -> No
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "flashckpt: interrupted\n")
 
 
-# ---------------------------------------------------------------------- config
+# ---------------- config
 
 
 @pytest.fixture
@@ -435,14 +428,16 @@ def test_the_output_of_config_check_is_a_valid_configuration_with_all_defaults(
     assert load_config(file, {}) == Config()
 
 
-def test_line_breaks_in_names_and_values_stay_in_comments(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_line_breaks_in_names_and_values_stay_in_comments(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine\nslots: 7\n.yaml"
     file.write_text(r'trace: {directory: "a\nslots: 8"}')
     ran = run("config", "check", file)
     assert msgspec.yaml.decode(ran.out.encode(), type=Config) == load_config(file)
     assert [line for line in ran.lines if line.startswith("slots:")] == ["slots: 2"]
+    file = tmp_path / "mine.yaml"
+    file.write_text("slotts: 3")
+    remedy = r"unknown setting slotts \(did you mean slots\?\); correct or remove it"
+    only_line(run("config", "check", file), rf".*mine\.yaml: {remedy}", 2)
 
 
 def test_config_check_prints_json(run: Run, configured: Path) -> None:
@@ -466,14 +461,7 @@ def test_config_check_prints_json(run: Run, configured: Path) -> None:
     assert sorted(settings) == sorted(shown)
 
 
-def test_a_wrong_configuration_gives_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("slotts: 3")
-    remedy = r"unknown setting slotts \(did you mean slots\?\); correct or remove it"
-    only_line(run("config", "check", file), rf".*mine\.yaml: {remedy}", 2)
-
-
-# ---------------------------------------------------------------------- errors
+# ---------------- errors
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
@@ -521,12 +509,10 @@ def test_an_iteration_that_is_no_checkpoint_of_ours_gives_a_one_line_error(
         only_line(run(command, save), rf".*{stock.name}: .* but metadata\.json.*is damaged: rest.*")
 
 
-@pytest.mark.parametrize("arguments", [["inspect"], ["verify"], ["verify", "--all"]])
-def test_a_directory_without_checkpoints_gives_a_one_line_error(
-    run: Run, save: Path, arguments: list[str]
-) -> None:
+def test_a_directory_without_checkpoints_gives_a_one_line_error(run: Run, save: Path) -> None:
     save.mkdir()
-    only_line(run(*arguments, save), rf"{save}: holds no committed checkpoint; .*")
+    for arguments in (["inspect"], ["verify"], ["verify", "--all"]):
+        only_line(run(*arguments, save), rf"{save}: holds no committed checkpoint; .*")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -617,17 +603,15 @@ def test_megatrons_arguments_without_double_dash_get_a_hint(
         assert ("Megatron's arguments after '--'" in capsys.readouterr().err) is is_hinted
 
 
-@pytest.mark.parametrize("option", ["-V", "--version"])
-def test_the_version_option_prints_the_version(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([option])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.strip() == __version__
+def test_the_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("-V", "--version"):
+        with pytest.raises(SystemExit) as caught:
+            main([option])
+        assert caught.value.code == 0
+        assert capsys.readouterr().out.strip() == __version__
 
 
-# ---------------------------------------------------------------------- as a program
+# ---------------- as a program
 
 
 def test_the_command_line_imports_neither_torch_nor_megatron(save: Path) -> None:

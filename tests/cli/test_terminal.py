@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from pathlib import Path
 
@@ -115,12 +114,3 @@ def test_names_of_emoji_are_text(run: Run, tmp_path: Path) -> None:
         assert run(command, save).out.isascii()
         assert run(command, save, "--json").out.isascii()
     assert ":100:: is not" in run("ls", tmp_path / "no:100:").err
-
-
-def test_inspect_shows_the_metrics_of_a_checkpoint(run: Run, save: Path) -> None:
-    made = make(save)
-    assert "metrics" not in [line.split()[0] for line in run("inspect", save).lines if line]
-    metrics = {"lm loss validation": 2.25, "accuracy": 0.5}
-    made.change_manifest(lambda manifest: manifest.update(metrics=metrics))
-    assert run("inspect", save).row("metrics")[1] == "lm loss validation: 2.25, accuracy: 0.5"
-    assert json.loads(run("inspect", save, "--json").out)["metrics"] == metrics

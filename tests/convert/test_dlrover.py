@@ -50,11 +50,10 @@ def test_tensors_of_dlrover_equal_those_of_megatrons_files(saved: Path) -> None:
     assert differing(tensors, stocks.contents.tensors) == []
     assert dlrovers.contents.common.keys() == stocks.contents.common.keys()
     assert same(dlrovers.contents.optimizer, stocks.contents.optimizer)
-    notes = ["tied embeddings"] if "cb995d5-pp2" in str(saved) else []
     for source in (dlrovers, stocks):
-        assert [
-            note in warning for note, warning in zip(notes, source.contents.warnings, strict=True)
-        ] == [True for _ in notes]
+        assert ["tied embeddings" in warning for warning in source.contents.warnings] == (
+            [True] if "cb995d5-pp2" in str(saved) else []
+        )
 
 
 def test_weights_saved_before_their_all_gather_are_read_from_the_masters(
@@ -197,6 +196,14 @@ def remove_optimizers(directory: Path) -> None:
         torch.save([None], directory / f"rank_{rank:05d}/distrib_optim.pt")
 
 
+def remove_directories(pattern: str) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        for path in directory.glob(pattern):
+            shutil.rmtree(path)
+
+    return damage
+
+
 def older(*names: str) -> Callable[[Path], None]:
     """Return a function that mixes directories of the previous iteration into a DLRover save."""
 
@@ -219,12 +226,7 @@ def one_rank_more(directory: Path) -> None:
     shutil.copytree(directory / "rank_00003", directory / "rank_00004")
 
 
-def truncate(directory: Path) -> None:
-    file = directory / "rank_00002/distrib_optim.pt"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-#: name -> (damage, texts of the error message)
+#: Damage by name, and the facts in the error message.
 DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "some optimizer files missing": (
         remove_files,
@@ -238,15 +240,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         ["4 of 4 ranks have no optimizer tensors", "where Megatron chains optimizers"],
     ),
     "no rank directories": (
-        lambda directory: [shutil.rmtree(path) for path in directory.glob("rank_*")] and None,
+        remove_directories("rank_*"),
         ["of DLRover is missing too"],
     ),
     "weights missing": (
-        lambda directory: [shutil.rmtree(path) for path in directory.glob("mp_rank_*")] and None,
+        remove_directories("mp_rank_*"),
         ["no mp_rank_*/model_optim_rng.pt", "committed it without the weights"],
     ),
     "weights of one rank missing": (
-        lambda directory: shutil.rmtree(directory / "mp_rank_01"),
+        remove_directories("mp_rank_01"),
         ["no model_optim_rng.pt in", "mp_rank_01"],
     ),
     "optimizer of one rank of another save": (
@@ -271,25 +273,20 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         one_rank_more,
         ["4 ranks, but the checkpoint also has rank_00004", "files of two saves"],
     ),
-    "a file cut short": (truncate, ["rank_00002/distrib_optim.pt: cannot be read"]),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_an_incomplete_or_mixed_dlrover_commit_is_refused_and_nothing_is_written(
-    broken: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+def test_an_incomplete_or_mixed_dlrover_commit_is_refused_with_the_files(
+    broken: Path, name: str
 ) -> None:
-    damage, says = DAMAGE[name]
+    damage, facts = DAMAGE[name]
     damage(broken / NEWEST)
     with pytest.raises(CorruptCheckpointError) as caught:
         open_source(broken, None, Options())
-    for text in says:
-        assert text in str(caught.value)
+    for fact in facts:
+        assert fact in str(caught.value)
     assert len(str(caught.value)) < 800
-    destination = tmp_path / "destination"
-    assert commands.main(["convert", str(broken), str(destination), "--to", "flashckpt"]) == 1
-    assert str(caught.value) in capsys.readouterr().err.replace("\n", "")
-    assert not destination.exists()
     # The previous iteration is complete; so are the weights if only optimizer state is damaged.
     assert open_source(broken, 2, Options()).contents.iteration == 2
     if "--weights-only" in str(caught.value):

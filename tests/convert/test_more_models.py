@@ -20,7 +20,6 @@ from megatron_flashckpt.convert.common.former_export import MARKER
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.convert.readers import dp_reshardable
-from megatron_flashckpt.convert.readers.dcp import Reader
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, UnsupportedError
 from tests.convert.made import differing
 from tests.integration.flag_runs import Job, JobResult, run_jobs
@@ -215,15 +214,9 @@ def test_training_continues_bit_for_bit_after_conversions(runs: Runs, job: str, 
     stock, other = runs.contents("a", name, 6), runs.contents(job, name, 6)
     assert differing(stock.tensors, other.tensors) == []
     assert groups(other) == groups(stock)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_conversions_in_a_row_lose_nothing(runs: Runs, tmp_path: Path, name: str) -> None:
-    there = open_source(runs.save("a-flashckpt", name), 2, Options())
-    convert(there, tmp_path, CASES[name].back, Options())
-    stock, back = runs.contents("a", name, 2), open_source(tmp_path, 2, Options()).contents
-    assert differing(stock.tensors, back.tensors) == []
-    assert groups(back) == groups(stock)
+    if name.startswith("rates"):  # otherwise a mistake in their assignment could go unnoticed
+        rates = {(group["max_lr"], group["wd_mult"], group["eps"]) for group in groups(stock)}
+        assert len(rates) >= 3
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -251,13 +244,6 @@ def test_the_optimizers_of_muon_are_not_written_in_the_legacy_format(
     assert not list(tmp_path.rglob("iter_*"))
 
 
-def test_decoupled_rates_give_groups_that_differ(runs: Runs) -> None:
-    """Control: otherwise a mistake in their assignment could go unnoticed."""
-    for name in (name for name in CASES if name.startswith("rates")):
-        of_stock = groups(runs.contents("a", name, 6))
-        assert len({(g["max_lr"], g["wd_mult"], g["eps"]) for g in of_stock}) >= 3, name
-
-
 # ---------------------------------------------------------------------- stock's own formats
 
 
@@ -273,14 +259,6 @@ def test_a_shifted_bucket_is_refused(runs: Runs, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dp_reshardable, "_ranges", shifted)
     with pytest.raises(CorruptCheckpointError, match="differ from the rounded masters"):
         runs.contents("a", "rates-tied-pp2-buckets", 2)
-
-
-def test_megatrons_default_optimizer_format_names_no_parameter(runs: Runs) -> None:
-    """Control: only the rebuilt model maps the optimizer's state to parameters."""
-    reader = Reader(runs.save("a", "rates-tied-pp2-buckets") / "iter_0000002")
-    of_optimizer = [name for name in reader.tensors if name.startswith(("optimizer.", "chained_"))]
-    assert len(of_optimizer) >= 3
-    assert all(".bucket_idx_" in name and "weight" not in name for name in of_optimizer)
 
 
 @pytest.mark.parametrize("name", LEGACY)

@@ -52,7 +52,7 @@ class Scene:
 Damage = Callable[[Scene, random.Random], object]
 
 
-# ---------------------------------------------------------------- bytes
+# ---------------- bytes
 
 
 def rewrite(file: Path, change: Callable[[bytearray], object]) -> None:
@@ -73,11 +73,8 @@ def flip_bits(content: bytearray, dice: random.Random, most: int = 8) -> None:
 
 
 def flip(scene: Scene, dice: random.Random) -> None:
-    rewrite(dice.choice(scene.files()), lambda content: flip_bits(content, dice))
-
-
-def flip_one(scene: Scene, dice: random.Random) -> None:
-    rewrite(dice.choice(scene.files()), lambda content: flip_bits(content, dice, 1))
+    most = dice.choice([1, 8])
+    rewrite(dice.choice(scene.files()), lambda content: flip_bits(content, dice, most))
 
 
 def flip_table(scene: Scene, dice: random.Random) -> None:
@@ -119,7 +116,7 @@ def huge(scene: Scene, dice: random.Random) -> None:
     os.truncate(dice.choice(scene.files()), 2**40)
 
 
-# ---------------------------------------------------------------- the wrong files
+# ---------------- the wrong files
 
 
 def swap(scene: Scene, dice: random.Random) -> None:
@@ -130,22 +127,19 @@ def swap(scene: Scene, dice: random.Random) -> None:
 
 
 def of_another_iteration(scene: Scene, dice: random.Random) -> None:
-    rank = dice.randrange(len(scene.newest.pieces))
-    made = scene.older
-    pairs = [
-        (made.shard(rank), scene.newest.shard(rank)),
-        (made.manifest, scene.newest.manifest),
-        (made.common, scene.newest.common),
-    ]
-    shutil.copyfile(*dice.choice(pairs))
+    _copy_a_file(scene.older, scene.newest, dice)
 
 
 def of_another_save(scene: Scene, dice: random.Random) -> None:
-    rank = dice.randrange(len(scene.newest.pieces))
+    _copy_a_file(scene.other, scene.newest, dice)
+
+
+def _copy_a_file(source: MadeSave, to: MadeSave, dice: random.Random) -> None:
+    rank = dice.randrange(len(to.pieces))
     pairs = [
-        (scene.other.shard(rank), scene.newest.shard(rank)),
-        (scene.other.manifest, scene.newest.manifest),
-        (scene.other.common, scene.newest.common),
+        (source.shard(rank), to.shard(rank)),
+        (source.manifest, to.manifest),
+        (source.common, to.common),
     ]
     shutil.copyfile(*dice.choice(pairs))
 
@@ -154,7 +148,7 @@ def missing(scene: Scene, dice: random.Random) -> None:
     dice.choice(scene.files()).unlink()
 
 
-# ---------------------------------------------------------------- not files
+# ---------------- not files
 
 
 def in_place(path: Path, outside: Path, dice: random.Random) -> None:
@@ -215,7 +209,7 @@ def no_directory(scene: Scene, dice: random.Random) -> None:
             os.mkfifo(directory)
 
 
-# ---------------------------------------------------------------- foreign files
+# ---------------- foreign files
 
 
 def add_unrelated_files(scene: Scene, dice: random.Random) -> None:
@@ -246,7 +240,7 @@ def add_unrelated_files(scene: Scene, dice: random.Random) -> None:
         (scene.root / name).mkdir()
 
 
-# ---------------------------------------------------------------- the tracker
+# ---------------- the tracker
 
 
 def tracker(scene: Scene, dice: random.Random) -> None:
@@ -278,7 +272,7 @@ def tracker(scene: Scene, dice: random.Random) -> None:
             in_place(scene.tracker, scene.outside, dice)
 
 
-# ---------------------------------------------------------------- forgeries with right digests
+# ---------------- forgeries with right digests
 
 
 HOSTILE: list[Any] = [
@@ -409,8 +403,7 @@ def pickle_bomb(scene: Scene, dice: random.Random) -> None:
 #: Damage that a load detects; the load then uses the older checkpoint.
 PLAIN: list[Damage] = [
     truncate,
-    flip,
-    flip_one,
+    *[flip] * 2,
     *[flip_table] * 4,
     zeros,
     append,
