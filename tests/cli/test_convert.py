@@ -7,10 +7,8 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from rich.progress import Progress
 
 from megatron_flashckpt.cli import convert
 from megatron_flashckpt.cli.convert import FORMATS
@@ -83,21 +81,14 @@ def test_a_mistake_gives_a_one_line_error_and_changes_nothing(
     assert snapshot(tmp_path) == before
 
 
-def test_missing_model_arguments_give_a_one_line_error(
+def test_a_source_without_arguments_or_shards_gives_a_one_line_error(
     run: Run, tmp_path: Path, save: Path
 ) -> None:
-    ran = run("convert", save, tmp_path / "other", "--to", "torch")
-    only_line(ran, ".*which lack num_layers, hidden_size, .*")
     made, source = contents(), tmp_path / "without"
     made.common["args"] = None
     save_as_ranks(made, source, replicas=1)
     ran = run("convert", source, tmp_path / "other", "--to", "torch_dist")
     only_line(ran, ".* holds None instead of training arguments; .*")
-
-
-def test_a_damaged_source_gives_a_one_line_error_with_a_valid_option(
-    run: Run, tmp_path: Path, save: Path
-) -> None:
     shard = min(save.glob("*/*.rank_00001.safetensors"))
     shard.unlink()
     ran = run("convert", save, tmp_path / "other", "--to", "torch_dist")
@@ -144,25 +135,6 @@ def test_convert_prints_only_the_result_to_a_pipe(tmp_path: Path, save: Path) ->
     done = subprocess.run([*program, *command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 2
-
-
-def test_the_progress_bar_of_a_conversion_begins_before_the_imports(
-    run: Run, tmp_path: Path, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bar = Progress(disable=True)
-    shown = []
-
-    def formats() -> ModuleType:
-        shown.append([(task.description, task.total) for task in bar.tasks])
-        return imported
-
-    imported = convert._formats()
-    monkeypatch.setattr(convert, "progress_bar", lambda: bar)
-    monkeypatch.setattr(convert, "_formats", formats)
-    assert run("convert", save, tmp_path / "other", "--to", "torch_dist").status == 0
-    assert shown == [[("importing torch and Megatron", None)]]
-    (task,) = bar.tasks
-    assert (task.description, task.completed) == ("torch_dist", task.total)
 
 
 @pytest.mark.parametrize("to", ["flashckpt", "torch_dist", "safetensors"])

@@ -52,22 +52,19 @@ def test_inspect_shows_each_key_once_and_no_line_is_too_long(shown: Run, save: P
     for columns in WIDTHS:
         lines = shown(columns, "inspect", save).lines
         tensors = lines[lines.index("key") : lines.index("", lines.index("key"))]
-        assert [line for line in tensors if line.startswith(KEY)] == [KEY]
-        assert re.split(r"\s{2,}", tensors[1].strip()) == (
-            ["kind", "dtype", "global shape", "size", "pieces"]
-        )
+        assert tensors[1].split() == ["kind", "dtype", "global", "shape", "size", "pieces"]
         assert len(tensors) == 2 + 2 * (1 + len(KINDS))
         of_key = tensors.index(KEY)
         kinds = [line.split()[0] for line in tensors[of_key + 1 : of_key + 1 + len(KINDS)]]
         assert sorted(kinds) == sorted(KINDS)
         files = [line for line in lines if ".safetensors" in line]
         assert len(files) == 2, "a line per file"
-        assert all("tp" in line and "edp" in line and "KiB" in line for line in files)
+        assert all("edp" in line and "KiB" in line for line in files)
         # A path or a description may be longer.
         assert all(len(line) <= columns for line in (*tensors, *files))
     lines = shown(30, "inspect", save).lines
-    assert [line for line in lines if ".safetensors" in line and "edp0" in line] != []
     assert KEY in lines
+    assert any(".safetensors" in line and "edp0" in line for line in lines)
 
 
 def test_rows_in_a_pipe_are_whole_and_have_their_key(run: Run, save: Path) -> None:
@@ -100,17 +97,15 @@ def test_ls_has_a_line_per_checkpoint_and_its_remark_below(
         assert table[2].startswith("*"), "the tracked one"
 
 
-def test_wide_characters_take_two_places() -> None:
-    out = Console(width=80, file=io.TextIOWrapper(io.BytesIO(), "utf-8"))
-    lines = table_lines({"key": ["層", "ab"], "size": ["1", "10"]}, out)
-    assert lines == ["key  size", "層      1", "ab     10"]
-
-
-def test_names_of_emoji_are_text(run: Run, tmp_path: Path) -> None:
+def test_names_of_emoji_are_text_and_wide_characters_take_two_places(
+    run: Run, tmp_path: Path
+) -> None:
     save = tmp_path / ":100:"
     made = make(save)
     made.change_manifest(lambda manifest: manifest["description"].update(name=":smile:"))
     for command in ("ls", "inspect", "report"):
         assert run(command, save).out.isascii()
-        assert run(command, save, "--json").out.isascii()
     assert ":100:: is not" in run("ls", tmp_path / "no:100:").err
+    out = Console(width=80, file=io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    lines = table_lines({"key": ["層", "ab"], "size": ["1", "10"]}, out)
+    assert lines == ["key  size", "層      1", "ab     10"]

@@ -294,39 +294,32 @@ def test_an_incomplete_or_mixed_dlrover_commit_is_refused_with_the_files(
         assert {tensor.kind for tensor in weights.tensors} == {"weight"}
 
 
-def test_a_dlrover_commit_without_files_is_refused_under_any_path(
+def test_commands_name_the_dlrover_format_and_an_iteration_without_files(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(broken / NEWEST)
-    destination = tmp_path / "destination"
-    for command in (
-        ["convert", str(broken), str(destination), "--to", "flashckpt"],
-        ["inspect", str(broken)],
-        ["verify", str(broken)],
-    ):
-        assert commands.main(command) == 1
-        output = capsys.readouterr().err.replace("\n", "")
-        assert f"{NEWEST}: DLRover committed this iteration without any file; resume from" in output
-        assert "(available: 2)" in output
-    assert not destination.exists()
-    assert commands.main(["ls", str(broken)]) == 0
-    assert "committed without any file" in capsys.readouterr().out
+    def error_of(*command: object) -> str:
+        assert commands.main(list(map(str, command))) == 1
+        return capsys.readouterr().err.replace("\n", "")
 
+    def listed() -> str:
+        assert commands.main(["ls", str(broken)]) == 0
+        return capsys.readouterr().out
 
-def test_commands_name_the_dlrover_format_and_the_remedy(
-    legacy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = str(legacy / "dlrover")
-    assert commands.main(["ls", place]) == 0
-    output = capsys.readouterr().out
-    assert output.count("DLRover's") == 2
-    assert output.count("'flashckpt convert' reads it") == 2
+    output = listed()
+    assert output.count("DLRover's") == output.count("'flashckpt convert' reads it") == 2
     assert "Megatron's own" not in output
     for command in ("inspect", "verify"):
-        assert commands.main([command, place]) == 1
-        output = capsys.readouterr().err.replace("\n", "")
-        assert f"{NEWEST}: is in DLRover's format, which neither Megatron nor" in output
-        assert f"flashckpt convert {place} DST --to flashckpt --iteration 4" in output
+        error = error_of(command, broken)
+        assert f"{NEWEST}: is in DLRover's format, which neither Megatron nor" in error
+        assert f"flashckpt convert {broken} DST --to flashckpt --iteration 4" in error
+    shutil.rmtree(broken / NEWEST)
+    convert_it = ("convert", broken, tmp_path / "destination", "--to", "flashckpt")
+    for words in (convert_it, ("inspect", broken), ("verify", broken)):
+        error = error_of(*words)
+        assert f"{NEWEST}: DLRover committed this iteration without any file; resume from" in error
+        assert "(available: 2)" in error
+    assert not (tmp_path / "destination").exists()
+    assert "committed without any file" in listed()
 
 
 def test_a_model_that_cannot_be_rebuilt_is_refused_with_a_remedy(broken: Path) -> None:

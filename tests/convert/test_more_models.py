@@ -69,11 +69,6 @@ CASES = {
         f"{BF16} {RESHARDABLE} --num-layers 2 {PP2} {UNTIED} "
         f"--mtp-num-layers 1 --position-embedding-type rope {EXPERTS}"
     ),
-    "uneven-pp2": Case(
-        f"{BF16} {ADAM} --num-layers 3 {PP2} --decoder-first-pipeline-num-layers 1 --swiglu",
-        "torch",
-        "torch",
-    ),
     "one-query-group-tp2-vocabulary": Case(
         f"{BF16} {ADAM} --num-layers 2 {TP2} --num-attention-heads 4 --group-query-attention "
         f"--num-query-groups 1 --swiglu --vocab-size 300 {UNTIED}"
@@ -89,9 +84,6 @@ CASES = {
     # Stages differ: both have a bucket for the embedding, and the first stage has more buckets.
     "rates-tied-pp2-buckets": Case(
         f"{BF16} {ADAM} --num-layers 4 {PP2} --swiglu {BUCKETS} {DECOUPLED}"
-    ),
-    "rates-experts-ep2": Case(
-        f"{BF16} {RESHARDABLE} --num-layers 2 {EP2} {EXPERTS} {DECOUPLED} {MUP}"
     ),
     "rates-experts-ep2-buckets": Case(
         f"{BF16} {ADAM} --num-layers 2 {EP2} {EXPERTS} {DECOUPLED} {MUP}"

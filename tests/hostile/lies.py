@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import shutil
-import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +154,7 @@ def in_place(path: Path, outside: Path, dice: random.Random) -> None:
     """Replace `path` by an entry that is not a regular file."""
     kept = path.with_name(path.name + ".kept")
     path.rename(kept)
-    match dice.randrange(9):
+    match dice.randrange(8):
         case 0:
             path.symlink_to(kept.name)
         case 1:
@@ -172,14 +171,6 @@ def in_place(path: Path, outside: Path, dice: random.Random) -> None:
             os.mkfifo(path)
         case 7:
             path.symlink_to(outside)
-        case 8:
-            here = os.getcwd()
-            os.chdir(path.parent)  # the path of a socket must be short
-            try:
-                with socket.socket(socket.AF_UNIX) as made:
-                    made.bind(path.name)
-            finally:
-                os.chdir(here)
 
 
 def no_file(scene: Scene, dice: random.Random) -> None:

@@ -20,7 +20,6 @@ from megatron_flashckpt.sizing.cluster_model import (
     PerParameter,
     Sizes,
     daly,
-    even_sizes,
     host_memory,
     plan,
     young,
@@ -105,15 +104,6 @@ def test_the_time_to_durable_is_copy_plus_write_plus_commit(pcie_gb_s: float) ->
     assert result.ours.blocked_s == pytest.approx(cluster.blocked_s + late_s)
     blocked_s = cluster.async_blocked_s + result.stage_s
     assert result.torch_dist_async.blocked_s == pytest.approx(blocked_s)
-
-
-def test_the_cost_of_a_gathering_save_grows_with_the_model() -> None:
-    small, large = (
-        plan(even_sizes(n, 64, 8, PerParameter(14, 14)), Cluster()) for n in (10**9, 10**10)
-    )
-    assert small.gather.blocked_s < large.gather.blocked_s
-    assert large.gather.lost_s_per_day > large.ours.lost_s_per_day
-    assert large.ours.blocked_s == small.ours.blocked_s
 
 
 @pytest.mark.parametrize("slots", [1, 2])
