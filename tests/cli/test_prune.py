@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.run_object import RunObject, encode_run
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.cli.conftest import Run, only_line, sign_of
+from tests.cli.conftest import Run, keep_alive, only_line, sign_of
 from tests.support.checkpoints import RUN, fail, make, snapshot
 
 
@@ -64,28 +63,14 @@ def test_prune_refuses_a_directory_in_which_a_run_is_alive(
     for iteration in (10, 20):
         make(save, iteration)
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    monkeypatch.setattr(alive, "_PATIENCE_S", 1.0)
-    store, done = PosixStore(save), threading.Event()
-
-    def renew() -> None:
-        renewed = 0
-        while not done.wait(0.02):
-            renewed += 1
-            alive.put(store, sign_of(RUN, renewed=renewed))
-
-    writer = threading.Thread(target=renew)
-    alive.put(store, sign_of(RUN))
-    writer.start()
-    try:
-        ran = run("prune", save)
+    with monkeypatch.context() as patch:
+        keep_alive(patch, save, sign_of(RUN))
+        only_line(
+            run("prune", save),
+            rf".*nothing was removed, .*run {RUN} \(agent \d+ on elsewhere, .*\) saves there .*",
+        )
         assert "iter_0000010: would be removed" in run("prune", save, "--dry-run").out
-    finally:
-        done.set()
-        writer.join()
-    only_line(
-        ran,
-        rf".*nothing was removed, .*run {RUN} \(agent \d+ on elsewhere, .*\) saves there .*",
-    )
+    monkeypatch.setattr(alive, "_PATIENCE_S", 1.0)
     assert "iter_0000010: removed" in run("prune", save).out, "it is no longer renewed"
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_flashckpt.agent import alive
 from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.lineage import choose
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
@@ -27,7 +24,7 @@ from megatron_flashckpt.errors import CorruptCheckpointError, OtherWriterError
 from megatron_flashckpt.file_format.file_names import RUNS, TRACKER, parse_save
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.cli.conftest import sign_of
+from tests.cli.conftest import keep_alive, sign_of
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
 from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
@@ -178,15 +175,8 @@ def test_a_conversion_into_the_directory_of_a_live_job_or_agent_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, doing: str
 ) -> None:
     """The saves that it writes would not count any more."""
-    sign = sign_of("000001-aaaa", state=state)
-    alive.put(PosixStore(tmp_path), sign)
+    keep_alive(monkeypatch, tmp_path, sign_of("000001-aaaa", state=state))
     before = snapshot(tmp_path)
-    renewals = itertools.count()
-    monkeypatch.setattr(
-        alive,
-        "_shown",
-        lambda _, run: (msgspec.structs.replace(sign, renewed=next(renewals)), None),
-    )
     with pytest.raises(OtherWriterError, match=rf"000001-aaaa .* {doing}"):
         write_ours(contents(), tmp_path, Options())
     assert snapshot(tmp_path) == before

@@ -24,7 +24,13 @@ from megatron_flashckpt.errors import (
     StorageError,
     for_command,
 )
-from megatron_flashckpt.file_format.file_names import run_name, save_name, shard_name
+from megatron_flashckpt.file_format.file_names import (
+    end_name,
+    record_name,
+    run_name,
+    save_name,
+    shard_name,
+)
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.checkpoints import SAVE_ID, MadeSave, make, read_all, snapshot
 
@@ -144,12 +150,29 @@ def damages(made: MadeSave) -> list[FlashCkptError]:
         return [error]
 
 
-def test_the_undamaged_checkpoint_passes_verify(made: MadeSave) -> None:
-    (made.directory / "notes.txt").write_text("mine")
-    (made.directory / shard_name(9, OTHER_SAVE)).write_bytes(b"")
-    (made.root / "iter_9").mkdir()
-    assert damages(made) == []
-    assert len(read_all(made)) == sum(map(len, made.pieces))
+def test_foreign_files_change_nothing(made: MadeSave, capsys: pytest.CaptureFixture[str]) -> None:
+    def checked() -> tuple[object, ...]:
+        assert damages(made) == []
+        tensors = [tensor.numpy().tobytes() for tensor in read_all(made)]
+        assert main(["ls", str(made.root)]) == 0
+        return tensors, capsys.readouterr().out
+
+    before = checked()
+    assert len(before[0]) == sum(map(len, made.pieces))
+    for name in (
+        "notes.txt",
+        "rank_00001.bak",
+        shard_name(9, OTHER_SAVE),
+        end_name(OTHER_SAVE.replace("00001.1", "00001.x")),
+        f".{end_name(OTHER_SAVE)}.12345678.tmp",
+        f"{OTHER_SAVE}.ranks_00000-99999999999.record",
+    ):
+        (made.directory / name).write_bytes(b"")
+        os.truncate(made.directory / name, 2**40)
+    (made.directory / record_name(range(1, 3), made.save_id)).mkdir()
+    for name in ("iter_9", "iter_00000000000000000020"):
+        (made.root / name).mkdir()
+    assert checked() == before
 
 
 @pytest.mark.parametrize("name", DAMAGES)
