@@ -252,6 +252,7 @@ def test_inspect_shows_description_tensors_and_files(run: Run, save: Path) -> No
     assert run("inspect", save).row("metrics")[1] == "lm loss validation: 2.25, accuracy: 0.5"
     document = json.loads(run("inspect", save, "--json").out)
     assert (document["metrics"], document["tracked"]) == (metrics, True)
+    assert document["nbytes"] == sum(made.shard(rank).stat().st_size for rank in range(4))
     assert document["files"][3]["coordinates"]["dp"] == 1
     pieces = [piece for held in made.pieces for piece in held]
     assert sum(tensor["nbytes"] for tensor in document["tensors"]) == sum(p.nbytes for p in pieces)
