@@ -68,40 +68,50 @@ def write(
         raise
 
 
+#: Changes of a config, and the reason for which Megatron has no such model.
+NO_COUNTERPART: list[tuple[Any, str]] = [
+    (DEEPSEEK | {"attention_bias": True}, "attention_bias is true"),
+    (DEEPSEEK | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+    (DEEPSEEK | {"num_experts_per_tok": 6}, "num_experts_per_tok is 6 and topk_group is 2"),
+    (DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has "),
+    ({"architectures": ["MambaForCausalLM"]}, 'architectures is \\["MambaForCausalLM"\\]'),
+    ({"architectures": None}, "architectures is "),
+    ({"quantization_config": {"bits": 4}}, "has a quantization_config"),
+    ({"hidden_act": "gelu"}, 'hidden_act is "gelu", and only "silu"'),
+    ({"mlp_bias": True}, "mlp_bias is true"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1 converts"),
+    ({"use_sliding_window": True}, "use_sliding_window is true"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, 'embeddings of type "linear"'),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling has "),
+]
+#: The same of configs that are not complete; text is the whole file, and None is no file.
+INCOMPLETE: list[tuple[Any, str]] = [
+    ({"hidden_size": "8"}, 'hidden_size is "8", expected a positive int'),
+    ({"vocab_size": None}, "vocab_size is null, expected a positive int"),
+    ({"rope_theta": 0.5}, "rope_theta is 0.5, expected a whole number"),
+    ({"rope_scaling": [1]}, r"rope_scaling is \[1\], expected an object"),
+    ("", "is not JSON"),
+    ("[]", "is not a JSON object"),
+    (None, r"config\.json: does not exist; give a directory"),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("error", "changes", "message"),
     [
-        (DEEPSEEK | {"attention_bias": True}, "attention_bias is true"),
-        (DEEPSEEK | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
-        (DEEPSEEK | {"num_experts_per_tok": 6}, "num_experts_per_tok is 6 and topk_group is 2"),
-        (DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has "),
-        ({"architectures": ["MambaForCausalLM"]}, 'architectures is \\["MambaForCausalLM"\\]'),
-        ({"architectures": None}, "architectures is "),
-        ({"quantization_config": {"bits": 4}}, "has a quantization_config"),
-        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", and only "silu"'),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1 converts"),
-        ({"use_sliding_window": True}, "use_sliding_window is true"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, 'embeddings of type "linear"'),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling has "),
-        ({"hidden_size": "8"}, 'hidden_size is "8", expected a positive int'),
-        ({"vocab_size": None}, "vocab_size is null, expected a positive int"),
-        ({"rope_theta": 0.5}, "rope_theta is 0.5, expected a whole number"),
-        ({"rope_scaling": [1]}, r"rope_scaling is \[1\], expected an object"),
-        ("", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        (None, r"config\.json: does not exist; give a directory"),
+        *((UnsupportedError, *row) for row in NO_COUNTERPART),
+        *((ConfigError, *row) for row in INCOMPLETE),
     ],
 )
 def test_a_template_that_is_not_complete_or_has_no_counterpart_in_megatron_is_refused(
-    tmp_path: Path, model: Path, changes: dict[str, Any] | str | None, message: str
+    tmp_path: Path, model: Path, error: type[FlashCkptError], changes: Any, message: str
 ) -> None:
     template = tmp_path / "template"
     template.mkdir()
     if changes is not None:
         text = changes if isinstance(changes, str) else json.dumps(CONFIG | changes)
         (template / "config.json").write_text(text)
-    with pytest.raises((UnsupportedError, ConfigError), match=message):
+    with pytest.raises(error, match=message):
         write(model, tmp_path, template)
 
 
