@@ -75,20 +75,6 @@ def flip(scene: Scene, dice: random.Random) -> None:
     rewrite(dice.choice(scene.files()), lambda content: flip_bits(content, dice, most))
 
 
-def flip_table(scene: Scene, dice: random.Random) -> None:
-    """Flip one bit of the manifest or a header, which a load does not read completely."""
-    if dice.random() < 0.5:
-        rewrite(scene.newest.manifest, lambda content: flip_bits(content, dice, 1))
-        return
-
-    def change(content: bytearray) -> None:
-        header = content[: 8 + int.from_bytes(content[:8], "little")]
-        flip_bits(header, dice, 1)
-        content[: len(header)] = header
-
-    rewrite(scene.newest.shard(dice.randrange(4)), change)
-
-
 def zeros(scene: Scene, dice: random.Random) -> None:
     def change(content: bytearray) -> None:
         start = dice.randrange(len(content))
@@ -286,15 +272,6 @@ def mutate(tree: Any, dice: random.Random) -> None:
                 del container[key]
 
 
-def nest_deeply(scene: Scene, dice: random.Random) -> None:
-    value = dice.choice([b"[", b'{"a":']) * dice.choice([1000, 200_000])
-    if dice.random() < 0.5:
-        scene.newest.manifest.write_bytes(b'{"digest":"0","version":1,"keys":' + value)
-    else:
-        body = b'{"__metadata__":' + value
-        scene.newest.forge(dice.randrange(4), struct.pack("<Q", len(body)) + body)
-
-
 def forge_manifest(scene: Scene, dice: random.Random) -> None:
     manifest = json.loads(scene.newest.manifest.read_bytes())
     del manifest["digest"]
@@ -339,8 +316,7 @@ def pickle_bomb(scene: Scene, dice: random.Random) -> None:
 #: Damage that a load detects; the load then uses the older checkpoint.
 PLAIN: list[Damage] = [
     truncate,
-    *[flip] * 2,
-    *[flip_table] * 4,
+    *[flip] * 4,
     zeros,
     append,
     garbage,
@@ -359,6 +335,5 @@ FORGED: list[Damage] = [
     forge_manifest,
     forge_header,
     forge_header,
-    nest_deeply,
     pickle_bomb,
 ]
