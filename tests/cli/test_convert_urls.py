@@ -59,8 +59,8 @@ def test_several_chunks_of_a_box_are_read_from_a_bucket_at_a_time(
     run: Run, tmp_path: Path, s3_url: str, s3_proxy: Proxy
 ) -> None:
     contents = made.contents()
-    shape = (6, CHUNK_NBYTES)
-    value = torch.arange(6, dtype=torch.uint8)[:, None].expand(shape)
+    shape = (12, CHUNK_NBYTES)
+    value = torch.arange(12, dtype=torch.uint8)[:, None].expand(shape)
     contents.tensors.append(made.held("decoder.large.weight", "buffer", value, (((0, 0), shape),)))
     write_ours(contents, tmp_path / "save", Options())
     copy(tmp_path / "save", s3_url)
