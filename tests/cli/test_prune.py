@@ -20,8 +20,9 @@ from megatron_flashckpt.file_format.file_names import (
     run_file,
     run_name,
     run_number,
+    save_name,
 )
-from megatron_flashckpt.file_format.run_object import RunObject, encode_run
+from megatron_flashckpt.file_format.run_object import Ancestor, RunObject, encode_run
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.cli.conftest import Run, keep_alive, only_line, sign_of
 from tests.support.checkpoints import RUN, fail, make, snapshot
@@ -220,6 +221,17 @@ def test_prune_completes_and_counts_an_interrupted_removal(run: Run, save: Path)
     ran = run("prune", save, "--latest", "5")
     assert ran.lines == [f"iter_0000010: removed, {size}", f"freed {size}"]
     assert not made.directory.exists()
+
+
+def test_prune_keeps_the_history_of_the_newest_run(run: Run, save: Path) -> None:
+    """Run 2 resumed from iteration 10 and has passed iteration 20 of run 1, but not 40."""
+    for iteration in (10, 20, 40):
+        make(save, iteration)
+    newest = run_name(2, "0a1b")
+    ancestors = (Ancestor(RUN, 10),)
+    make(save, 30, save_name(newest, 1), ancestors=ancestors)
+    assert run("prune", save, "--latest", "2").lines[0].startswith("iter_0000020: removed")
+    assert iterations(save) == [10, 30, 40]
 
 
 def test_prune_counts_only_bytes_that_were_freed(
