@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from megatron_flashckpt.agent import alive
 from megatron_flashckpt.agent.alive import Alive
 from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.storage.posix_store import PosixStore
 
 Run = Callable[..., "CommandResult"]
 
@@ -52,7 +55,7 @@ def save(tmp_path: Path) -> Path:
 
 def sign_of(run: str, **changes: object) -> Alive:
     """Return the sign of life of a run on another host."""
-    alive = Alive(
+    sign = Alive(
         run=run,
         state="training",
         renewed=0,
@@ -62,7 +65,18 @@ def sign_of(run: str, **changes: object) -> Alive:
         started=0,
         machine="another machine",
     )
-    return msgspec.structs.replace(alive, **changes)
+    return msgspec.structs.replace(sign, **changes)
+
+
+def keep_alive(patch: pytest.MonkeyPatch, root: Path, sign: Alive) -> None:
+    """Let a run save to `root`, and renew its sign of life before each look at it."""
+    alive.put(PosixStore(root), sign)
+    renewals = itertools.count(1)
+    patch.setattr(
+        alive,
+        "_shown",
+        lambda *_: (msgspec.structs.replace(sign, renewed=next(renewals)), None),
+    )
 
 
 def only_line(ran: CommandResult, pattern: str, status: int = 1) -> None:

@@ -65,16 +65,12 @@ def test_ls_prints_every_checkpoint_as_json(
     assert {entry["kept_by"] for entry in document["checkpoints"]} == {None}
 
 
-def test_ls_prints_a_missing_tracker_and_a_missing_writer_as_null(run: Run, save: Path) -> None:
+def test_a_missing_tracker_and_a_missing_or_damaged_writer_are_null(run: Run, save: Path) -> None:
     make(save)
     (save / TRACKER).unlink()
     document = json.loads(run("ls", save, "--json").out)
     assert (document["tracker"], document["writer"]) == (None, None)
     assert [entry["tracked"] for entry in document["checkpoints"]] == [False]
-
-
-def test_a_damaged_sign_of_life_hides_no_checkpoint(run: Run, save: Path) -> None:
-    make(save)
     file = save / alive_file(WRITER)
     file.parent.mkdir()
     file.write_bytes(b"x" * 1024)
@@ -82,8 +78,7 @@ def test_a_damaged_sign_of_life_hides_no_checkpoint(run: Run, save: Path) -> Non
         ran = run("ls", save, *output)
         assert ran.status == 0
         assert re.fullmatch(rf"flashckpt: {file}: does not tell .*\n", ran.err)
-    assert json.loads(ran.out)["writer"] is None
-    assert len(json.loads(ran.out)["checkpoints"]) == 1
+    assert json.loads(ran.out) == document
 
 
 def test_verify_prints_a_verdict_per_checkpoint_as_json(run: Run, save: Path) -> None:
@@ -139,10 +134,3 @@ def test_the_help_names_all_fields_of_the_json(
     words = set(re.findall(r"\w+", shown))
     assert len(fields(document)) > 5
     assert fields(document) <= words
-
-
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
-def test_an_error_leaves_the_output_of_json_empty(run: Run, save: Path, command: str) -> None:
-    ran = run(command, save, "--json")
-    assert (ran.status, ran.out) == (1, "")
-    assert ran.err.count("\n") == 1

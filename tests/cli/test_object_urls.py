@@ -36,78 +36,45 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["ls", "DIR"],
-        ["ls", "DIR", "--json"],
-        ["inspect", "DIR"],
-        ["inspect", "DIR", "--iteration", "10", "--json"],
-        ["verify", "DIR", "--all"],
-        ["verify", "DIR", "--json"],
-        ["report", "DIR"],
-        ["report", "DIR", "--json"],
-        ["prune", "DIR", "--latest", "1", "--dry-run"],
-    ],
-    ids=" ".join,
-)
-def test_a_copy_in_a_bucket_looks_like_the_directory(
-    run: Run, two: Path, s3_url: str, arguments: list[str]
-) -> None:
-    copy(two, s3_url)
-    local, remote = (
-        run(*(place if word == "DIR" else word for word in arguments)) for place in (two, s3_url)
-    )
-    assert (remote.status, remote.err) == (local.status, local.err) == (0, "")
-    assert remote.out.replace(s3_url, str(two)) == local.out
-
-
-def test_prune_removes_the_objects_of_a_checkpoint(run: Run, two: Path, s3_url: str) -> None:
+def test_a_copy_in_a_bucket_looks_like_the_directory(run: Run, two: Path, s3_url: str) -> None:
+    only_line(run("ls", s3_url), rf"{s3_url}: holds no checkpoint; .*")
     store = copy(two, s3_url)
+    for command in (
+        "ls DIR",
+        "ls DIR --json",
+        "inspect DIR",
+        "inspect DIR --iteration 10 --json",
+        "verify DIR --all",
+        "verify DIR --json",
+        "report DIR",
+        "report DIR --json",
+        "prune DIR --latest 1 --dry-run",
+    ):
+        local, remote = (
+            run(*(place if word == "DIR" else word for word in command.split()))
+            for place in (two, s3_url)
+        )
+        assert (remote.status, remote.err) == (local.status, local.err) == (0, ""), command
+        assert remote.out.replace(s3_url, str(two)) == local.out, command
+    ran = run("ls", f"{s3_url}/iter_0000010/")
+    only_line(ran, rf"{s3_url}/iter_0000010/: is one checkpoint; .*: {s3_url} --iteration 10")
     assert "iter_0000010: removed" in run("prune", s3_url, "--latest", "1").out
     assert store.list("iter_0000010") == []
     assert run("verify", s3_url, "--all").status == 0
 
 
-def test_verify_finds_a_changed_byte_and_a_missing_object(
-    run: Run, save: Path, s3_url: str
-) -> None:
-    made = make(save, 10)
-    store = copy(save, s3_url)
-    changed, missing = (made.shard(rank).relative_to(save).as_posix() for rank in (1, 2))
-    data = bytearray(store.get(changed))
-    data[-1] ^= 1
-    store.put(changed, bytes(data))
-    store.delete([missing])
-    ran = run("verify", s3_url)
-    assert ran.status == 1
-    damages = [line for line in ran.lines if line.startswith(("damaged:", "unreadable:"))]
-    assert len(damages) == 2
-    assert f"{s3_url}/{changed}" in damages[0]
-    assert f"{s3_url}/{missing}" in damages[1]
-
-
-def test_a_url_of_one_checkpoint_names_that_of_its_save_directory(
-    run: Run, save: Path, s3_url: str
-) -> None:
-    make(save, 10)
-    copy(save, s3_url)
-    ran = run("ls", f"{s3_url}/iter_0000010/")
-    only_line(ran, rf"{s3_url}/iter_0000010/: is one checkpoint; .*: {s3_url} --iteration 10")
-
-
-def test_an_empty_prefix_holds_no_checkpoint(run: Run, s3_url: str) -> None:
-    only_line(run("ls", s3_url), rf"{s3_url}: holds no checkpoint; .*")
-
-
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
 def test_a_store_that_cannot_be_used_is_one_line_with_the_remedy(
-    run: Run, s3_url: str, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, command: str
+    run: Run, s3_url: str, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    commands = (["ls"], ["inspect"], ["verify"], ["report"], ["prune", "--latest", "1"])
+
+    def every(url: str, error: str, status: int = 1) -> None:
+        for command in commands:
+            only_line(run(*command, url), error, status)
+
     url = "s3://no-such-bucket/save"
-    arguments = ["--latest", "1"] if command == "prune" else []
-    only_line(run(command, url, *arguments), rf".*{url}.*; the bucket does not exist.*")
+    every(url, rf".*{url}.*; the bucket does not exist.*")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    only_line(run(command, s3_url, *arguments), rf".*{s3_url}.*; check the credentials.*")
+    every(s3_url, rf".*{s3_url}.*; check the credentials.*")
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    only_line(run(command, s3_url, *arguments), rf"{s3_url}: .*megatron_flashckpt\[object\]'", 2)
+    every(s3_url, rf"{s3_url}: .*megatron_flashckpt\[object\]'", 2)

@@ -25,10 +25,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.tensor_parts import global_tensors, part_of
 from megatron_flashckpt.megatron_lm.model_geometry import model_geometry
 from megatron_flashckpt.megatron_lm.stock import stock_module
-from tests.convert.made import ITERATION, common_of, held
+from tests.convert.made import ITERATION, common_of
 
 WORDS, PADDED = 90, 96
 SMALL = (
@@ -68,129 +69,52 @@ class Case:
     """Keys of local layers, with those of Transformer Engine's layers, which the reader gives."""
 
 
-CASES = {
-    "llama": Case(
-        f"{LLAMA} {GROUPS} {UNTIED} --rotary-base 500000 --norm-epsilon 1e-6",
-        DECODER
-        | {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 500000.0,
-        },
-    ),
-    "llama-scaled-rope-tied": Case(
-        f"{LLAMA} {GROUPS} --kv-channels 12 --use-rope-scaling --rope-scaling-factor 4",
-        DECODER
-        | {
-            "architectures": ["LlamaForCausalLM"],
-            "head_dim": 12,
-            "model_type": "llama",
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": {
-                "factor": 4.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen2": Case(
-        f"{LLAMA} {UNTIED} --add-qkv-bias --norm-epsilon 1e-6 --rotary-base 1000000",
-        DECODER
-        | {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-        },
-    ),
-    "gpt2": Case(
-        "--position-embedding-type learned_absolute --ffn-hidden-size 128",
-        {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "n_embd": 32,
-            "n_head": 4,
-            "n_layer": 2,
-            "n_positions": 64,
-            "vocab_size": WORDS,
-        },
-    ),
-    "qwen3": Case(
-        f"{LLAMA} {GROUPS} {UNTIED} --qk-layernorm --kv-channels 16 --norm-epsilon 1e-6",
-        DECODER
-        | {
-            "architectures": ["Qwen3ForCausalLM"],
-            "head_dim": 16,
-            "model_type": "qwen3",
-            "rms_norm_eps": 1e-6,
-        },
-    ),
-}
+def of(
+    architecture: str,
+    flags: str,
+    *,
+    config: dict[str, Any] = DECODER,
+    renamed: dict[str, str] | None = None,
+    **changes: Any,
+) -> Case:
+    """Return a case of an architecture, whose `config.json` is `config` with `changes`."""
+    named = {"architectures": [f"{architecture}ForCausalLM"], "model_type": TYPES[architecture]}
+    return Case(flags, config | named | changes, renamed or {})
 
-CASES["gpt2-exact-gelu"] = Case(
-    f"{CASES['gpt2'].flags} --no-bias-gelu-fusion",
-    CASES["gpt2"].config | {"activation_function": "gelu"},
-)
+
+#: `model_type` by architecture.
+TYPES = {
+    "DeepseekV3": "deepseek_v3",
+    "Llama": "llama",
+    "Mixtral": "mixtral",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3_moe",
+}
+GPT2_FLAGS = "--position-embedding-type learned_absolute --ffn-hidden-size 128"
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "vocab_size": WORDS,
+}
+LLAMA3_ROPE = {
+    "factor": 4.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 EXPERTS = (
     f"{LLAMA} {GROUPS} {UNTIED} --num-experts 4 --moe-router-load-balancing-type none "
     "--moe-ffn-hidden-size 24"
 )
+MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "rms_norm_eps": 1e-5}
 NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 OF_ALL_LAYERS = {f"decoder.layers.{NORM[0]}": f"decoder.layers.{NORM[1]}"}
-CASES |= {
-    "mixtral": Case(
-        f"{EXPERTS} --moe-router-topk 2",
-        DECODER
-        | {
-            "architectures": ["MixtralForCausalLM"],
-            "intermediate_size": 24,
-            "model_type": "mixtral",
-            "num_experts_per_tok": 2,
-            "num_local_experts": 4,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-        },
-        OF_ALL_LAYERS,
-    ),
-    "qwen3-moe": Case(
-        f"{EXPERTS} --moe-router-topk 3 --qk-layernorm --kv-channels 16",
-        DECODER
-        | {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "head_dim": 16,
-            "model_type": "qwen3_moe",
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-            "num_experts": 4,
-            "num_experts_per_tok": 3,
-            "rms_norm_eps": 1e-5,
-        },
-        OF_ALL_LAYERS,
-    ),
-    "qwen3-moe-dense-layer-unnormalized": Case(
-        f"{EXPERTS} --moe-router-topk 2 --qk-layernorm --kv-channels 16 --moe-layer-freq [0,1] "
-        "--moe-router-pre-softmax",
-        DECODER
-        | {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "head_dim": 16,
-            "mlp_only_layers": [0],
-            "model_type": "qwen3_moe",
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": False,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-5,
-        },
-        {f"decoder.layers.1.{NORM[0]}": f"decoder.layers.1.{NORM[1]}"},
-    ),
-}
-
 LATENT = (
     f"{LLAMA} {UNTIED} --num-layers 3 --moe-layer-freq [0,1,1] --num-experts 8 --moe-router-topk 4 "
     "--moe-ffn-hidden-size 24 --moe-router-load-balancing-type none "
@@ -200,10 +124,8 @@ LATENT = (
     "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-shared-expert-intermediate-size 48"
 )
 DEEPSEEK = DECODER | {
-    "architectures": ["DeepseekV3ForCausalLM"],
     "first_k_dense_replace": 1,
     "kv_lora_rank": 12,
-    "model_type": "deepseek_v3",
     "moe_intermediate_size": 24,
     "n_group": 4,
     "n_routed_experts": 8,
@@ -222,14 +144,21 @@ DEEPSEEK = DECODER | {
     "topk_group": 2,
     "v_head_dim": 10,
 }
+YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
 
 
-def _latent_renamed(*, of_rank: bool) -> dict[str, str]:
+def _latent_renamed(*norms: str) -> dict[str, str]:
     renamed = {}
     for layer in range(3):
-        start = f"decoder.layers.{layer}."
-        attention = f"{start}self_attention."
-        norms = ("kv", "q") if of_rank else ("kv",)
+        attention = f"decoder.layers.{layer}.self_attention."
         for norm in norms:
             up = f"{attention}linear_{norm}_up_proj.layer_norm_weight"
             renamed[f"{attention}{norm}_layernorm.weight"] = up
@@ -238,27 +167,74 @@ def _latent_renamed(*, of_rank: bool) -> dict[str, str]:
     return renamed
 
 
-CASES |= {
-    "deepseek-v3": Case(
+CASES = {
+    "llama": of(
+        *("Llama", f"{LLAMA} {GROUPS} {UNTIED} --rotary-base 500000 --norm-epsilon 1e-6"),
+        rms_norm_eps=1e-6,
+        rope_theta=500000.0,
+    ),
+    "llama-scaled-rope-tied": of(
+        *("Llama", f"{LLAMA} {GROUPS} --kv-channels 12 --use-rope-scaling --rope-scaling-factor 4"),
+        head_dim=12,
+        rms_norm_eps=1e-5,
+        rope_scaling=LLAMA3_ROPE,
+        tie_word_embeddings=True,
+    ),
+    "qwen2": of(
+        *("Qwen2", f"{LLAMA} {UNTIED} --add-qkv-bias --norm-epsilon 1e-6 --rotary-base 1000000"),
+        num_key_value_heads=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+    ),
+    "gpt2": Case(GPT2_FLAGS, GPT2),
+    "gpt2-exact-gelu": Case(
+        f"{GPT2_FLAGS} --no-bias-gelu-fusion", GPT2 | {"activation_function": "gelu"}
+    ),
+    "qwen3": of(
+        "Qwen3",
+        f"{LLAMA} {GROUPS} {UNTIED} --qk-layernorm --kv-channels 16 --norm-epsilon 1e-6",
+        head_dim=16,
+        rms_norm_eps=1e-6,
+    ),
+    "mixtral": of(
+        *("Mixtral", f"{EXPERTS} --moe-router-topk 2"),
+        renamed=OF_ALL_LAYERS,
+        intermediate_size=24,
+        num_experts_per_tok=2,
+        num_local_experts=4,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+    ),
+    "qwen3-moe": of(
+        *("Qwen3Moe", f"{EXPERTS} --moe-router-topk 3 --qk-layernorm --kv-channels 16"),
+        config=DECODER | MOE,
+        renamed=OF_ALL_LAYERS,
+        norm_topk_prob=True,
+        num_experts_per_tok=3,
+    ),
+    "qwen3-moe-dense-layer-unnormalized": of(
+        "Qwen3Moe",
+        f"{EXPERTS} --moe-router-topk 2 --qk-layernorm --kv-channels 16 --moe-layer-freq [0,1] "
+        "--moe-router-pre-softmax",
+        config=DECODER | MOE,
+        renamed={f"decoder.layers.1.{NORM[0]}": f"decoder.layers.1.{NORM[1]}"},
+        mlp_only_layers=[0],
+        norm_topk_prob=False,
+        num_experts_per_tok=2,
+    ),
+    "deepseek-v3": of(
+        "DeepseekV3",
         f"{LATENT} --q-lora-rank 14 --rope-type yarn --rotary-scaling-factor 40 --mscale 1 "
         "--mscale-all-dim 1",
-        DEEPSEEK
-        | {
-            "q_lora_rank": 14,
-            "rope_scaling": {
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "factor": 40,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 4096,
-                "type": "yarn",
-            },
-        },
-        _latent_renamed(of_rank=True),
+        config=DEEPSEEK,
+        renamed=_latent_renamed("kv", "q"),
+        q_lora_rank=14,
+        rope_scaling=YARN,
     ),
-    "deepseek-v3-plain-rope": Case(
-        f"{LATENT} --rope-type rope", DEEPSEEK, _latent_renamed(of_rank=False)
+    "deepseek-v3-plain-rope": of(
+        *("DeepseekV3", f"{LATENT} --rope-type rope"),
+        config=DEEPSEEK,
+        renamed=_latent_renamed("kv"),
     ),
 }
 
@@ -368,21 +344,7 @@ def megatron_logits(model: GPTModel) -> torch.Tensor:
 
 def contents_of(model: GPTModel, args: argparse.Namespace) -> Contents:
     """Return the contents of a save of `model`, by the keys of its own sharded state dict."""
-    values: dict[tuple[str, str], torch.Tensor] = {}
-    boxes: dict[tuple[str, str], list[Any]] = {}
     geometry = model_geometry([model])
-    of_kind = [("weight", geo, parameter) for parameter, geo in geometry.parameters]
-    of_kind += [("buffer", geo, tensor) for geo, tensor in geometry.buffer_tensors([model])]
-    for kind, geo, tensor in of_kind:
-        flat = tensor.detach().reshape(-1)
-        for run in geo.runs:
-            name = kind, run.key
-            stacked = values.setdefault(name, torch.full(run.global_shape, torch.nan).to(tensor))
-            place = tuple(slice(low, low + n) for low, n in zip(run.offset, run.shape, strict=True))
-            piece = flat[run.local_start : run.local_start + stacked[place].numel()]
-            stacked[place] = piece.view(run.shape)
-            boxes.setdefault(name, []).append((run.offset, run.shape))
-    tensors: list[GlobalTensor] = [
-        held(key, kind, value, tuple(boxes[kind, key])) for (kind, key), value in values.items()
-    ]
-    return Contents("nowhere", ITERATION, common_of(args), tensors, None)
+    parts = [part_of(geo, "weight", parameter) for parameter, geo in geometry.parameters]
+    parts += [part_of(geo, "buffer", buffer) for geo, buffer in geometry.buffer_tensors([model])]
+    return Contents("nowhere", ITERATION, common_of(args), global_tensors(parts), None)

@@ -42,6 +42,8 @@ DEEPSEEK = {
     "topk_group": 2,
     "v_head_dim": 2,
 }
+#: Megatron's argument of a model whose output layer is a tensor of its own.
+UNTIED = "untie_embeddings_and_output_weights"
 
 
 @pytest.fixture
@@ -66,61 +68,51 @@ def write(
         raise
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (DEEPSEEK | {"attention_bias": True}, "attention_bias is true"),
-        (DEEPSEEK | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
-        (DEEPSEEK | {"num_experts_per_tok": 6}, "num_experts_per_tok is 6 and topk_group is 2"),
-        (DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has "),
-        ({"architectures": ["MambaForCausalLM"]}, 'architectures is \\["MambaForCausalLM"\\]'),
-        ({"architectures": None}, "architectures is "),
-        ({"quantization_config": {"bits": 4}}, "has a quantization_config"),
-        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", and only "silu"'),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1 converts"),
-        ({"use_sliding_window": True}, "use_sliding_window is true"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, 'embeddings of type "linear"'),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling has "),
-    ],
-)
-def test_a_template_without_counterpart_in_megatron_is_refused(
-    tmp_path: Path, model: Path, changes: dict[str, Any], message: str
-) -> None:
-    template = tmp_path / "template"
-    template.mkdir()
-    (template / "config.json").write_text(json.dumps(CONFIG | changes))
-    with pytest.raises(UnsupportedError, match=message):
-        write(model, tmp_path, template)
+#: Changes of a config, and the reason for which Megatron has no such model.
+NO_COUNTERPART: list[tuple[Any, str]] = [
+    (DEEPSEEK | {"attention_bias": True}, "attention_bias is true"),
+    (DEEPSEEK | {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+    (DEEPSEEK | {"num_experts_per_tok": 6}, "num_experts_per_tok is 6 and topk_group is 2"),
+    (DEEPSEEK | {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has "),
+    ({"architectures": ["MambaForCausalLM"]}, 'architectures is \\["MambaForCausalLM"\\]'),
+    ({"architectures": None}, "architectures is "),
+    ({"quantization_config": {"bits": 4}}, "has a quantization_config"),
+    ({"hidden_act": "gelu"}, 'hidden_act is "gelu", and only "silu"'),
+    ({"mlp_bias": True}, "mlp_bias is true"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1 converts"),
+    ({"use_sliding_window": True}, "use_sliding_window is true"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, 'embeddings of type "linear"'),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling has "),
+]
+#: The same of configs that are not complete; text is the whole file, and None is no file.
+INCOMPLETE: list[tuple[Any, str]] = [
+    ({"hidden_size": "8"}, 'hidden_size is "8", expected a positive int'),
+    ({"vocab_size": None}, "vocab_size is null, expected a positive int"),
+    ({"rope_theta": 0.5}, "rope_theta is 0.5, expected a whole number"),
+    ({"rope_scaling": [1]}, r"rope_scaling is \[1\], expected an object"),
+    ("", "is not JSON"),
+    ("[]", "is not a JSON object"),
+    (None, r"config\.json: does not exist; give a directory"),
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("error", "changes", "message"),
     [
-        ("", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        (json.dumps(CONFIG | {"hidden_size": "8"}), 'hidden_size is "8", expected a positive int'),
-        (json.dumps(CONFIG | {"vocab_size": None}), "vocab_size is null, expected a positive int"),
-        (json.dumps(CONFIG | {"rope_theta": 0.5}), "rope_theta is 0.5, expected a whole number"),
-        (json.dumps(CONFIG | {"rope_scaling": [1]}), r"rope_scaling is \[1\], expected an object"),
+        *((UnsupportedError, *row) for row in NO_COUNTERPART),
+        *((ConfigError, *row) for row in INCOMPLETE),
     ],
 )
-def test_a_config_that_is_not_complete_is_refused(
-    tmp_path: Path, model: Path, text: str, message: str
+def test_a_template_that_is_not_complete_or_has_no_counterpart_in_megatron_is_refused(
+    tmp_path: Path, model: Path, error: type[FlashCkptError], changes: Any, message: str
 ) -> None:
     template = tmp_path / "template"
     template.mkdir()
-    (template / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    if changes is not None:
+        text = changes if isinstance(changes, str) else json.dumps(CONFIG | changes)
+        (template / "config.json").write_text(text)
+    with pytest.raises(error, match=message):
         write(model, tmp_path, template)
-
-
-def test_a_template_is_needed_and_must_have_a_config(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="--hf-config DIR"):
-        convert(open_source(model, None, Options()), tmp_path / "result", "hf", Options())
-    with pytest.raises(ConfigError, match=r"config\.json: does not exist; give a directory"):
-        write(model, tmp_path, tmp_path)
-    assert not (tmp_path / "result").exists()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +122,7 @@ def test_a_template_is_needed_and_must_have_a_config(tmp_path: Path, model: Path
         ({"num_hidden_layers": 1}, "model does not have: decoder.layers.1.*"),
         ({"intermediate_size": 13}, r"linear_fc1\.weight has \(24, 8\), expected \(26, 8\)"),
         ({"vocab_size": 129}, r"word_embeddings\.weight has \(128, 8\), expected \(129, 8\)"),
+        ({"tie_word_embeddings": True}, f"{UNTIED} is True, expected False"),
     ],
 )
 def test_tensors_that_the_template_does_not_describe_are_refused(
@@ -138,15 +131,9 @@ def test_tensors_that_the_template_does_not_describe_are_refused(
     template = make_model(tmp_path / "template", **changes)
     with pytest.raises(UnsupportedError, match=message):
         write(model, tmp_path, template)
-
-
-def test_an_output_layer_is_refused_if_the_template_ties_it(tmp_path: Path, model: Path) -> None:
-    template = make_model(tmp_path / "template", tie_word_embeddings=True)
-    argument = "untie_embeddings_and_output_weights"
-    with pytest.raises(UnsupportedError, match=f"{argument} is True, expected False"):
-        write(model, tmp_path, template)
-    with pytest.raises(UnsupportedError, match=r"does not have: output_layer\.weight"):
-        write(model, tmp_path, template, without(argument))
+    if "tie_word_embeddings" in changes:
+        with pytest.raises(UnsupportedError, match=r"does not have: output_layer\.weight"):
+            write(model, tmp_path, template, without(UNTIED))
 
 
 def without(name: str) -> Callable[[Contents], Contents]:
@@ -271,7 +258,12 @@ def test_a_damaged_model_is_refused(
         open_source(model, None, Options())
 
 
-def test_a_model_without_safetensors_or_with_an_iteration_is_refused(model: Path) -> None:
+def test_a_missing_template_or_model_and_an_iteration_are_refused(
+    tmp_path: Path, model: Path
+) -> None:
+    with pytest.raises(ConfigError, match="--hf-config DIR"):
+        convert(open_source(model, None, Options()), tmp_path / "result", "hf", Options())
+    assert not (tmp_path / "result").exists()
     with pytest.raises(ConfigError, match="leave out --iteration 3"):
         open_source(model, 3, Options())
     (model / FILE).rename(model / "pytorch_model.bin")

@@ -16,6 +16,7 @@ import torch
 from megatron_flashckpt.convert.common import ddp_buckets
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import OpenCheckpoint, convert, open_source
+from megatron_flashckpt.convert.readers.legacy import MODEL_FILE, OPTIMIZER_FILE
 from megatron_flashckpt.convert.writers.legacy import write_legacy
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -47,56 +48,39 @@ LEGACY_GPT = {
     "untie_embeddings_and_output_weights": False,
 }
 
+FP32 = {"params_dtype": torch.float32, "bf16": False}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+GROUPED = {"moe_grouped_gemm": True}
+
 LAYOUTS = {
     "plain": {},
-    "fp32": {"params_dtype": torch.float32, "bf16": False},
-    "fp32-distributed": {"params_dtype": torch.float32, "bf16": False, **DISTRIBUTED},
+    "fp32": FP32,
+    "fp32-distributed": {**FP32, **DISTRIBUTED},
     "fp16-scaler": {"params_dtype": torch.float16, "bf16": False, "fp16": True, **DISTRIBUTED},
-    "tp2-buckets": {"tensor_model_parallel_size": 2, "swiglu": True, **DISTRIBUTED, **BUCKETS},
-    "tp2-grads-16bit": {
-        "tensor_model_parallel_size": 2,
-        "accumulate_allreduce_grads_in_fp32": False,
-        **DISTRIBUTED,
-    },
+    "tp2-buckets": {**TP2, "swiglu": True, **DISTRIBUTED, **BUCKETS},
+    "tp2-grads-16bit": {**TP2, "accumulate_allreduce_grads_in_fp32": False, **DISTRIBUTED},
     "pp2-vpp2-tied-buckets": {**PP2_VPP2, **DISTRIBUTED, **BUCKETS},
     "pp2-vpp2-overlap-step": {
-        **PP2_VPP2,
-        **DISTRIBUTED,
-        **BUCKETS,
+        **(PP2_VPP2 | DISTRIBUTED | BUCKETS),
         "overlap_param_gather_with_optimizer_step": True,
     },
     "pp2-vpp2-plain": PP2_VPP2,
     "legacy-gpt-pp2-vpp2-tied-buckets": {**LEGACY_GPT, **PP2_VPP2, **DISTRIBUTED, **BUCKETS},
-    "early-mcore-pp2-tied": {
-        "use_mcore_models": True,
-        "pipeline_model_parallel_size": 2,
-        **DISTRIBUTED,
-        **BUCKETS,
-    },
-    "legacy-gpt-tp2-plain": {**LEGACY_GPT, "tensor_model_parallel_size": 2},
-    "decoupled-lr": {"decoupled_lr": 0.5, "untie_embeddings_and_output_weights": True},
+    "early-mcore-pp2-tied": {"use_mcore_models": True, **PP2, **DISTRIBUTED, **BUCKETS},
+    "legacy-gpt-tp2-plain": {**LEGACY_GPT, **TP2},
     "decoupled-lr-mup": {
         "decoupled_lr": 0.5,
         "untie_embeddings_and_output_weights": True,
         "use_mup": True,
         "mup_base_hidden_size": 12,
     },
-    "experts-ep2": {**EXPERTS, **EP2, **DISTRIBUTED},
     "experts-ep2-tp2-pp2": {
-        **EXPERTS,
-        **EP2,
-        **DISTRIBUTED,
-        "moe_router_score_function": "sigmoid",
-        "tensor_model_parallel_size": 2,
+        **(EXPERTS | EP2 | DISTRIBUTED | TP2 | PP2),
         "sequence_parallel": True,
-        "pipeline_model_parallel_size": 2,
     },
     "experts-ep2-plain": {**EXPERTS, **EP2},
-    "transformer-engine": {**FUSED, **DISTRIBUTED},
-    "transformer-engine-grouped-experts": {
-        **(FUSED | EXPERTS | EP2 | DISTRIBUTED),
-        "moe_grouped_gemm": True,
-    },
+    "transformer-engine-grouped-experts": {**FUSED, **EXPERTS, **EP2, **DISTRIBUTED, **GROUPED},
 }
 
 
@@ -108,14 +92,12 @@ def test_every_layout_survives_a_round_trip(layout: dict, tmp_path: Path) -> Non
     made = contents(args)
     if args.fp16:
         made.optimizer[0]["grad_scaler"] = {"scale": 1024.0}
-    if "decoupled_lr" in layout:
+    if "use_mup" in layout:
         groups = made.optimizer[0]["param_groups"]
         apart = {**groups[0], "max_lr": 0.5, "default_config": False}
-        groups.append(apart)
-        if "use_mup" in layout:
-            scaled = {**apart, "eps": 5e-9}
-            groups[:] = [{**group, "eps": 1e-8} for group in groups]
-            groups += [scaled, {**scaled, "max_lr": 5e-4}]
+        scaled = {**apart, "eps": 5e-9}
+        groups[:] = [{**group, "eps": 1e-8} for group in (*groups, apart)]
+        groups += [scaled, {**scaled, "max_lr": 5e-4}]
     if "overlap_param_gather_with_optimizer_step" in layout:
         made.optimizer.append({**made.optimizer[0]})
     write_legacy(made, tmp_path, Options())
@@ -200,7 +182,7 @@ def save(tmp_path: Path) -> Path:
     return tmp_path / "save"
 
 
-def change(save: Path, name: str, function: Callable[[Any], None]) -> None:
+def change(save: Path, name: str, function: Callable[[Any], object]) -> None:
     path = save / f"iter_{ITERATION:07d}/mp_rank_00/{name}"
     stored = torch.load(path, weights_only=False)
     function(stored)
@@ -213,11 +195,55 @@ def refused(save: Path, error: type[FlashCkptError]) -> str:
     return str(caught.value)
 
 
+def of_args(**values: object) -> Callable[[Any], None]:
+    return lambda state: vars(state["args"]).update(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "error", "message"),
+    [
+        (
+            *(MODEL_FILE, of_args(overlap_grad_reduce=False), CorruptCheckpointError),
+            "buffers have .* by the args",
+        ),
+        (
+            *(OPTIMIZER_FILE, lambda buffers: buffers.pop("buckets_coalesced"), UnsupportedError),
+            "lacks the sizes of its buckets.*--weights-only",  # as before 2024
+        ),
+        (
+            *(MODEL_FILE, lambda state: state.update(iteration=5), CorruptCheckpointError),
+            "holds files of another save: mp_rank_00 of iteration 5",
+        ),
+        (
+            *(MODEL_FILE, of_args(num_layers=5, add_bias_linear=False), UnsupportedError),
+            r"decoder\.layers\.0\.mlp\.linear_fc2\.bias is \(24,\), expected none by the args.* and"
+            r" \d+ more; load it with megatron_flashckpt in a job of the Megatron that wrote it",
+        ),
+        (
+            *(MODEL_FILE, lambda state: state.pop("checkpoint_version"), CorruptCheckpointError),
+            "lacks checkpoint_version; convert another",
+        ),
+    ],
+    ids=["buckets", "2023", "two iterations", "another model", "version"],
+)
+def test_files_that_contradict_each_other_are_refused_with_the_reason(
+    save: Path,
+    name: str,
+    function: Callable[[Any], object],
+    error: type[FlashCkptError],
+    message: str,
+) -> None:
+    change(save, name, function)
+    result = refused(save, error)
+    assert re.search(message, result)
+    assert len(result) < 800
+
+
 def test_a_weight_that_differs_from_its_rounded_master_is_named(save: Path) -> None:
     def damage(state: Any) -> None:
         state["model"]["decoder.final_layernorm.bias"][5] += 1
 
-    change(save, "model_optim_rng.pt", damage)
+    change(save, MODEL_FILE, damage)
     message = refused(save, CorruptCheckpointError)
     assert "1 weights differ from the rounded masters" in message
     assert message.count("decoder.final_layernorm.bias") == 1
@@ -226,80 +252,40 @@ def test_a_weight_that_differs_from_its_rounded_master_is_named(save: Path) -> N
     assert {tensor.kind for tensor in weights.tensors} == {"weight"}
     assert weights.optimizer is None
 
-
-def test_shifted_masters_are_refused(save: Path) -> None:
-    def damage(buffers: Any) -> None:
+    def shift(buffers: Any) -> None:
         (tensors,) = buffers[0].values()
         tensors["param"] = tensors["param"].roll(64)
 
-    change(save, "distrib_optim.pt", damage)
-    assert "differ from the rounded masters" in refused(save, CorruptCheckpointError)
+    change(save, OPTIMIZER_FILE, shift)
+    assert re.search(r"\d\d weights differ from", refused(save, CorruptCheckpointError))
 
 
 def test_states_of_another_shape_than_their_parameter_are_refused(tmp_path: Path) -> None:
     """FP32 parameters have no masters that show which state belongs to which parameter."""
+
+    def exchange(stored: Any) -> None:
+        states = stored["optimizer"]["state"]
+        states[0], states[1] = states[1], states[0]
+
     made = contents(arguments(params_dtype=torch.float32, bf16=False))
     write_legacy(made, tmp_path, Options())
-    path = tmp_path / f"iter_{ITERATION:07d}/mp_rank_00/model_optim_rng.pt"
-    stored = torch.load(path, weights_only=False)
-    states = stored["optimizer"]["state"]
-    states[0], states[1] = states[1], states[0]
-    torch.save(stored, path)
+    change(tmp_path, MODEL_FILE, exchange)
     message = refused(tmp_path, CorruptCheckpointError)
     assert re.search(
         r"exp_avg of .* has the shape \(.*\), expected \(.*; .*--weights-only", message
     )
 
 
-def test_buckets_that_contradict_the_args_are_refused(save: Path) -> None:
-    def damage(state: Any) -> None:
-        state["args"].overlap_grad_reduce = False
-
-    change(save, "model_optim_rng.pt", damage)
-    message = refused(save, CorruptCheckpointError)
-    assert "buffers have" in message
-    assert "by the args" in message
-
-
-def test_buffers_from_before_2024_are_refused_with_the_remedy(save: Path) -> None:
-    change(save, "distrib_optim.pt", lambda buffers: buffers.pop("buckets_coalesced"))
-    message = refused(save, UnsupportedError)
-    assert "lacks the sizes of its buckets" in message
-    assert "--weights-only" in message
-
-
-def test_files_of_two_iterations_are_refused(save: Path) -> None:
-    change(save, "model_optim_rng.pt", lambda state: state.update(iteration=5))
-    message = refused(save, CorruptCheckpointError)
-    assert "holds files of another save: mp_rank_00 of iteration 5" in message
-
-
-def test_a_model_that_contradicts_the_args_is_refused(save: Path) -> None:
-    def damage(state: Any) -> None:
-        state["args"].num_layers = 5
-        state["args"].add_bias_linear = False
-
-    change(save, "model_optim_rng.pt", damage)
-    message = refused(save, UnsupportedError)
-    assert "decoder.layers.0.mlp.linear_fc2.bias is (24,), expected none by the args" in message
-    assert re.search(
-        r" and \d+ more; load it with megatron_flashckpt in a job of the Megatron that wrote it",
-        message,
-    )
-    assert len(message) < 800
-
-
-@pytest.mark.parametrize("missing", ["mp_rank_01", "mp_rank_01/distrib_optim.pt"])
-def test_a_missing_file_is_named(save: Path, missing: str) -> None:
-    path = save / f"iter_{ITERATION:07d}/{missing}"
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert missing in refused(save, CorruptCheckpointError)
-
-
-def test_a_truncated_file_is_named(save: Path) -> None:
-    path = save / f"iter_{ITERATION:07d}/mp_rank_01/model_optim_rng.pt"
-    path.write_bytes(path.read_bytes()[:-5000])
-    assert "mp_rank_01/model_optim_rng.pt" in refused(save, CorruptCheckpointError)
+@pytest.mark.parametrize("damaged", ["", OPTIMIZER_FILE, MODEL_FILE])
+def test_a_missing_or_truncated_file_is_named(save: Path, damaged: str) -> None:
+    path = save / f"iter_{ITERATION:07d}/mp_rank_01" / damaged
+    if not damaged:
+        shutil.rmtree(path)
+    elif damaged == OPTIMIZER_FILE:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-5000])
+    assert str(path.relative_to(save)) in refused(save, CorruptCheckpointError)
 
 
 def test_a_file_whose_pickle_would_run_code_is_refused(save: Path, tmp_path: Path) -> None:
@@ -309,28 +295,32 @@ def test_a_file_whose_pickle_would_run_code_is_refused(save: Path, tmp_path: Pat
         def __reduce__(self) -> Any:
             return Path.touch, (ran,)
 
-    change(save, "model_optim_rng.pt", lambda state: setattr(state["args"], "evil", PickledCall()))
-    ran.unlink(missing_ok=True)
+    change(save, MODEL_FILE, of_args(evil=PickledCall()))
     assert "could run code" in refused(save, UnsupportedError)
     assert not ran.exists()
 
 
-def test_writing_refuses_contents_of_another_model(tmp_path: Path) -> None:
-    made = contents(arguments())
-    missing = made.tensors[0].key
-    made.tensors[:] = [tensor for tensor in made.tensors if tensor.key != missing]
-    with pytest.raises(MissingStateError, match=f"{missing} is missing, expected .* by the args"):
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("weight", r"{key} is missing, expected .* by the args"),
+        ("exp_avg", r"lacks exp_avg/{key}"),
+    ],
+)
+def test_writing_refuses_contents_with_holes(tmp_path: Path, missing: str, message: str) -> None:
+    made = contents(arguments(**DISTRIBUTED))
+    key = made.tensors[0].key
+    lost = (missing,) if missing == "exp_avg" else ("weight", "master", "exp_avg", "exp_avg_sq")
+    made.tensors[:] = [t for t in made.tensors if t.key != key or t.kind not in lost]
+    with pytest.raises(MissingStateError, match=message.format(key=re.escape(key))):
         write_legacy(made, tmp_path, Options())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> None:
     made = contents(arguments(**DISTRIBUTED, overlap_grad_reduce=True))
-    source = tmp_path / "source"
-    whole, opened = (
-        dict(vars(made.args)),
-        OpenCheckpoint("flashckpt", made, (source, source / "iter_1")),
-    )
+    opened = OpenCheckpoint("flashckpt", made, (tmp_path / "source", tmp_path / "source/iter_1"))
+    complete = dict(vars(made.args))
     lacking = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
     for name in lacking:
         delattr(made.args, name)
@@ -338,21 +328,12 @@ def test_missing_attributes_of_args_are_named_with_a_remedy(tmp_path: Path) -> N
         convert(opened, tmp_path / "torch", "torch", Options())
     assert all(name in str(caught.value) for name in lacking)
     assert convert(opened, tmp_path / "dist", "torch_dist", Options()).is_dir()
-    vars(made.args).update(whole)
+    vars(made.args).update(complete)
     del made.args.data_parallel_size  # determines the sizes of buckets
     needs = r"nowhere: its training arguments lack 'data_parallel_size', which .* load and save it"
     with pytest.raises(UnsupportedError, match=needs):
         convert(opened, tmp_path / "torch", "torch", Options())
     assert not list(tmp_path.glob("torch/iter_*"))
-
-
-def test_writing_refuses_optimizer_state_with_holes(tmp_path: Path) -> None:
-    made = contents(arguments(**DISTRIBUTED))
-    made.tensors.remove(made.tensors[0])
-    assert made.tensors[0].kind == "exp_avg_sq"
-    with pytest.raises(MissingStateError, match="lacks exp_avg/"):
-        write_legacy(made, tmp_path, Options())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_alone_can_be_written(save: Path, tmp_path: Path) -> None:
@@ -378,11 +359,6 @@ def test_a_save_without_optimizer_state_can_be_converted(tmp_path: Path) -> None
     common = open_source(tmp_path / "ours", None, Options()).contents.common
     assert common["opt_param_scheduler"] is None
     assert common["num_floating_point_operations_so_far"] == 0
-
-
-def test_missing_common_state_is_named(save: Path) -> None:
-    change(save, "model_optim_rng.pt", lambda state: state.pop("checkpoint_version"))
-    assert "lacks checkpoint_version; convert another" in refused(save, CorruptCheckpointError)
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "torch"])

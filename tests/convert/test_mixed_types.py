@@ -90,15 +90,30 @@ def opened(root: Path) -> Contents:
     return open_ours(PosixStore(root), ITERATION, Options())
 
 
-def test_each_layer_keeps_its_type_in_our_format(tmp_path: Path) -> None:
+def test_each_layer_keeps_its_type_in_our_format_and_an_export_but_not_in_torch_dist(
+    tmp_path: Path,
+) -> None:
     made = with_fp32_norms(contents(arguments(**DISTRIBUTED)))
     save_as_ranks(made, tmp_path / "ranks", replicas=3)
     assert_same(opened(tmp_path / "ranks"), made)
     source = open_source(tmp_path / "ranks", ITERATION, Options())
+    before = snapshot(tmp_path)
+    # So does Megatron.
+    message = r"has layers of several element types \(bfloat16, float32\).*flashckpt or safetensors"
+    with pytest.raises(UnsupportedError, match=message):
+        convert(source, tmp_path / "dist", "torch_dist", Options())
+    assert snapshot(tmp_path) == before
     convert(source, tmp_path / "again", "flashckpt", Options(shard_nbytes=1000))
     assert_same(opened(tmp_path / "again"), made)
-    store = PosixStore(tmp_path / "again")
-    assert verify(open_checkpoint(store, ITERATION)) == []
+    assert verify(open_checkpoint(PosixStore(tmp_path / "again"), ITERATION)) == []
+    source = open_source(tmp_path / "ranks", ITERATION, Options(weights_only=True))
+    convert(source, tmp_path / "hf", "safetensors", Options())
+    exported = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
+    expected = boxes(made)
+    for layer in range(4):
+        tensor = exported[f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight"]
+        assert tensor.dtype == (torch.bfloat16 if layer else torch.float32)
+        assert torch.equal(tensor, expected["weight", NORM, _layer(layer)].reshape(-1))
 
 
 def test_weights_derived_from_masters_are_merged_with_stored_weights(tmp_path: Path) -> None:
@@ -119,44 +134,15 @@ def test_weights_derived_from_masters_are_merged_with_stored_weights(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, DISTRIBUTED, PP2 | DISTRIBUTED], ids=["plain", "one", "two"]
+    "layout",
+    [{}, PP2 | DISTRIBUTED, DISTRIBUTED | {"overlap_param_gather": True}],
+    ids=["plain", "two stages", "stored weights"],
 )
 def test_each_layer_keeps_its_type_in_the_legacy_format(tmp_path: Path, layout: dict) -> None:
     made = with_fp32_norms(contents(arguments(**layout)))
     write_legacy(made, tmp_path, Options())
-    assert_same(open_source(tmp_path, None, Options()).contents, made)
-
-
-def test_layers_without_masters_keep_their_stored_weights(
-    tmp_path: Path,
-) -> None:
-    made = with_fp32_norms(contents(arguments(**DISTRIBUTED, overlap_param_gather=True)))
-    write_legacy(made, tmp_path, Options())
-    assert_same(open_source(tmp_path, None, Options(accept_damage=True)).contents, made)
-
-
-def test_each_layer_keeps_its_type_in_an_export(tmp_path: Path) -> None:
-    made = with_fp32_norms(contents(arguments()))
-    save_as_ranks(made, tmp_path / "ours", replicas=1)
-    source = open_source(tmp_path / "ours", ITERATION, Options())
-    convert(source, tmp_path / "hf", "safetensors", Options())
-    exported = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
-    expected = boxes(made)
-    for layer in range(4):
-        tensor = exported[f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight"]
-        assert tensor.dtype == (torch.bfloat16 if layer else torch.float32)
-        assert torch.equal(tensor, expected["weight", NORM, _layer(layer)].reshape(-1))
-
-
-def test_torch_dist_refuses_layers_of_mixed_types_as_megatron_does(tmp_path: Path) -> None:
-    made = with_fp32_norms(contents(arguments()))
-    save_as_ranks(made, tmp_path / "ours", replicas=1)
-    source = open_source(tmp_path / "ours", ITERATION, Options())
-    before = snapshot(tmp_path)
-    message = r"has layers of several element types \(bfloat16, float32\).*flashckpt or safetensors"
-    with pytest.raises(UnsupportedError, match=message):
-        convert(source, tmp_path / "dist", "torch_dist", Options())
-    assert snapshot(tmp_path) == before
+    options = Options(accept_damage="overlap_param_gather" in layout)
+    assert_same(open_source(tmp_path, None, options).contents, made)
 
 
 def test_a_weight_that_no_forward_pass_uses_is_skipped_with_a_warning(tmp_path: Path) -> None:

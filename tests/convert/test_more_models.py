@@ -20,7 +20,6 @@ from megatron_flashckpt.convert.common.former_export import MARKER
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.convert.readers import dp_reshardable
-from megatron_flashckpt.convert.readers.dcp import Reader
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, UnsupportedError
 from tests.convert.made import differing
 from tests.integration.flag_runs import Job, JobResult, run_jobs
@@ -70,11 +69,6 @@ CASES = {
         f"{BF16} {RESHARDABLE} --num-layers 2 {PP2} {UNTIED} "
         f"--mtp-num-layers 1 --position-embedding-type rope {EXPERTS}"
     ),
-    "uneven-pp2": Case(
-        f"{BF16} {ADAM} --num-layers 3 {PP2} --decoder-first-pipeline-num-layers 1 --swiglu",
-        "torch",
-        "torch",
-    ),
     "one-query-group-tp2-vocabulary": Case(
         f"{BF16} {ADAM} --num-layers 2 {TP2} --num-attention-heads 4 --group-query-attention "
         f"--num-query-groups 1 --swiglu --vocab-size 300 {UNTIED}"
@@ -90,9 +84,6 @@ CASES = {
     # Stages differ: both have a bucket for the embedding, and the first stage has more buckets.
     "rates-tied-pp2-buckets": Case(
         f"{BF16} {ADAM} --num-layers 4 {PP2} --swiglu {BUCKETS} {DECOUPLED}"
-    ),
-    "rates-experts-ep2": Case(
-        f"{BF16} {RESHARDABLE} --num-layers 2 {EP2} {EXPERTS} {DECOUPLED} {MUP}"
     ),
     "rates-experts-ep2-buckets": Case(
         f"{BF16} {ADAM} --num-layers 2 {EP2} {EXPERTS} {DECOUPLED} {MUP}"
@@ -115,17 +106,16 @@ SAVES = "--save {save} --save-interval 2"
 #: TransformerEngine's optimizer keeps only the low halves of masters, which no format converts.
 AWARE = f"--bf16 --train-iters 2 {ADAM} --use-precision-aware-optimizer"
 LOW_HALVES = r"low halves .*--weights-only"
-#: Flags, format, entry point and stand-in of jobs whose optimizer state is refused; the reason.
+#: Flags, format and stand-in of jobs of stock whose optimizer state is refused; the reason.
 REFUSED = {
-    "aware-torch-dist": (AWARE, "torch_dist", "stock", "fused_adam", LOW_HALVES),
+    "aware-torch-dist": (AWARE, "torch_dist", "fused_adam", LOW_HALVES),
     "aware-reshardable": (
-        *(f"{AWARE} --dist-ckpt-optim-fully-reshardable", "torch_dist", "stock"),
-        *("fused_adam", LOW_HALVES),
+        f"{AWARE} --dist-ckpt-optim-fully-reshardable",
+        *("torch_dist", "fused_adam", LOW_HALVES),
     ),
-    "aware-torch": (AWARE, "torch", "stock", "fused_adam", LOW_HALVES),
-    "aware": (AWARE, "torch_dist", "ours", "fused_adam", LOW_HALVES),
+    "aware-torch": (AWARE, "torch", "fused_adam", LOW_HALVES),
     "muon-torch": (
-        *("--bf16 --train-iters 2 --optimizer muon", "torch", "stock", "emerging"),
+        *("--bf16 --train-iters 2 --optimizer muon", "torch", "emerging"),
         "has the state of 2 optimizers, expected 1 by the args; .*--weights-only",
     ),
 }
@@ -181,10 +171,10 @@ class Runs:
                 Job(
                     name,
                     f"{flags} --ckpt-format {fmt} {SAVES}",
-                    entry_points=(entry,),
+                    entry_points=("stock",),
                     options={"stand_in": stand_in},
                 )
-                for name, (flags, fmt, entry, stand_in, _) in REFUSED.items()
+                for name, (flags, fmt, stand_in, _) in REFUSED.items()
             ]
         (self.where / job).mkdir()
         done = run_jobs(self.where / job, jobs, ranks=2, torchrun=False)
@@ -215,15 +205,9 @@ def test_training_continues_bit_for_bit_after_conversions(runs: Runs, job: str, 
     stock, other = runs.contents("a", name, 6), runs.contents(job, name, 6)
     assert differing(stock.tensors, other.tensors) == []
     assert groups(other) == groups(stock)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_conversions_in_a_row_lose_nothing(runs: Runs, tmp_path: Path, name: str) -> None:
-    there = open_source(runs.save("a-flashckpt", name), 2, Options())
-    convert(there, tmp_path, CASES[name].back, Options())
-    stock, back = runs.contents("a", name, 2), open_source(tmp_path, 2, Options()).contents
-    assert differing(stock.tensors, back.tensors) == []
-    assert groups(back) == groups(stock)
+    if name.startswith("rates"):  # otherwise a mistake in their assignment could go unnoticed
+        rates = {(group["max_lr"], group["wd_mult"], group["eps"]) for group in groups(stock)}
+        assert len(rates) >= 3
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -231,13 +215,11 @@ def test_two_conversions_in_a_row_lose_nothing(runs: Runs, tmp_path: Path, name:
 def test_optimizer_state_without_whole_masters_or_places_is_refused_with_the_reason(
     runs: Runs, tmp_path: Path, name: str, to: str
 ) -> None:
-    _, _, entry_point, _, reason = REFUSED[name]
     assert runs.a[name].ended == "end", runs.a[name].output[-3000:]
-    save = runs.where / "a" / entry_point / name
-    if (entry_point, to) != ("ours", "flashckpt"):
-        with pytest.raises(FlashCkptError, match=reason):
-            convert(open_source(save, 2, Options()), tmp_path / "result", to, Options())
-        assert not list(tmp_path.rglob("iter_*"))
+    save = runs.save("a", name)
+    with pytest.raises(FlashCkptError, match=REFUSED[name][-1]):
+        convert(open_source(save, 2, Options()), tmp_path / "result", to, Options())
+    assert not list(tmp_path.rglob("iter_*"))
     options = Options(weights_only=True)
     convert(open_source(save, 2, options), tmp_path / "weights", to, options)
 
@@ -249,13 +231,6 @@ def test_the_optimizers_of_muon_are_not_written_in_the_legacy_format(
     with pytest.raises(UnsupportedError, match=r"--optimizer muon divides .*--weights-only"):
         convert(source, tmp_path, "torch", Options())
     assert not list(tmp_path.rglob("iter_*"))
-
-
-def test_decoupled_rates_give_groups_that_differ(runs: Runs) -> None:
-    """Control: otherwise a mistake in their assignment could go unnoticed."""
-    for name in (name for name in CASES if name.startswith("rates")):
-        of_stock = groups(runs.contents("a", name, 6))
-        assert len({(g["max_lr"], g["wd_mult"], g["eps"]) for g in of_stock}) >= 3, name
 
 
 # ---------------------------------------------------------------------- stock's own formats
@@ -273,14 +248,6 @@ def test_a_shifted_bucket_is_refused(runs: Runs, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dp_reshardable, "_ranges", shifted)
     with pytest.raises(CorruptCheckpointError, match="differ from the rounded masters"):
         runs.contents("a", "rates-tied-pp2-buckets", 2)
-
-
-def test_megatrons_default_optimizer_format_names_no_parameter(runs: Runs) -> None:
-    """Control: only the rebuilt model maps the optimizer's state to parameters."""
-    reader = Reader(runs.save("a", "rates-tied-pp2-buckets") / "iter_0000002")
-    of_optimizer = [name for name in reader.tensors if name.startswith(("optimizer.", "chained_"))]
-    assert len(of_optimizer) >= 3
-    assert all(".bucket_idx_" in name and "weight" not in name for name in of_optimizer)
 
 
 @pytest.mark.parametrize("name", LEGACY)

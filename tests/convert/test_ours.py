@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,30 +12,31 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_flashckpt.agent import alive
 from megatron_flashckpt.catalog.directory import read_facts
-from megatron_flashckpt.catalog.lineage import Candidate, choose
+from megatron_flashckpt.catalog.lineage import choose
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import open_source
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
-from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError, OtherWriterError
+from megatron_flashckpt.errors import CorruptCheckpointError, OtherWriterError
 from megatron_flashckpt.file_format.file_names import RUNS, TRACKER, parse_save
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.storage.posix_store import PosixStore
-from tests.agent.conftest import Node
-from tests.cli.conftest import sign_of
+from tests.cli.conftest import keep_alive, sign_of
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
 from tests.support.checkpoints import snapshot
 from tests.support.megatron_jobs import same
-from tests.support.trainer import blocked_shard, eventually
 
 
-def test_a_written_checkpoint_is_read_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_written_checkpoint_is_intact_and_read_back_bit_for_bit(tmp_path: Path) -> None:
     made = contents()
     directory = write_ours(made, tmp_path, Options(shard_nbytes=1000))
+    stored = open_checkpoint(PosixStore(tmp_path), ITERATION)
+    assert verify(stored) == []
+    places = {(shard.coordinates.pp, shard.coordinates.tp) for shard in stored.manifest.shards}
+    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}, "a rank at each place finds its state"
     reopened = open_ours(PosixStore(tmp_path), ITERATION, Options())
     assert differing(made.tensors, reopened.tensors) == []
     assert [tensor.boxes for tensor in reopened.tensors] == [
@@ -62,15 +60,6 @@ def test_a_release_of_ours_converts_under_the_iteration_that_it_holds(tmp_path: 
     reopened = open_source(tmp_path, None, Options())
     assert (reopened.format, reopened.contents.iteration) == ("flashckpt", ITERATION)
     assert differing(made.tensors, reopened.contents.tensors) == []
-
-
-def test_a_conversion_writes_an_intact_checkpoint_for_all_ranks(tmp_path: Path) -> None:
-    write_ours(contents(), tmp_path, Options())
-    store = PosixStore(tmp_path)
-    stored = open_checkpoint(store, ITERATION)
-    assert verify(stored) == []
-    places = {(shard.coordinates.pp, shard.coordinates.tp) for shard in stored.manifest.shards}
-    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_every_replica_keeps_its_own_random_state(tmp_path: Path) -> None:
@@ -111,18 +100,14 @@ def test_files_of_differing_replicas_have_the_coordinates_of_megatrons_ranks(
 
 
 @pytest.mark.parametrize("memory_nbytes", [1, 2**30])
-def test_a_box_is_assembled_from_the_shards_of_all_ranks(
+def test_boxes_and_regions_across_them_are_assembled_from_the_shards_of_all_ranks(
     tmp_path: Path, memory_nbytes: int
 ) -> None:
     made = contents()
     save_as_ranks(made, tmp_path, replicas=7)
     reopened = open_ours(PosixStore(tmp_path), ITERATION, Options(memory_nbytes=memory_nbytes))
     assert differing(made.tensors, reopened.tensors) == []
-
-
-def test_a_region_across_boxes_equals_the_region_of_the_tensor(tmp_path: Path) -> None:
-    save_as_ranks(contents(), tmp_path, replicas=3)
-    for tensor in open_ours(PosixStore(tmp_path), ITERATION, Options()).tensors:
+    for tensor in reopened.tensors:
         shape = tuple(max(n - 2, 1) for n in tensor.shape)
         offset = tuple(min(1, n - extent) for n, extent in zip(tensor.shape, shape, strict=True))
         ranges = zip(offset, shape, strict=True)
@@ -151,17 +136,6 @@ def test_a_cached_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert max(reads.values()) > 5
 
 
-def test_a_changed_byte_is_reported_before_it_is_used(tmp_path: Path) -> None:
-    save_as_ranks(contents(), tmp_path, replicas=3)
-    (file,) = tmp_path.glob("iter_*/*.rank_00002.safetensors")
-    damaged = bytearray(file.read_bytes())
-    damaged[8192] ^= 1
-    file.write_bytes(damaged)
-    reopened = open_ours(PosixStore(tmp_path), ITERATION, Options())
-    with pytest.raises(CorruptCheckpointError, match=r"rank_00002.*chunk 0 .*digest"):
-        differing(reopened.tensors, reopened.tensors)
-
-
 def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
     made = contents()
     last = made.tensors[-1]
@@ -183,77 +157,26 @@ def test_a_failed_conversion_leaves_no_files(tmp_path: Path) -> None:
         assert files() == before
 
 
-def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
-    write_ours(contents(seed=1), tmp_path, Options())
-    before = snapshot(tmp_path)
-    with pytest.raises(ConfigError, match=r"iter_0000010: exists already.*--overwrite"):
-        write_ours(contents(), tmp_path, Options())
-    assert snapshot(tmp_path) == before
-    write_ours(contents(), tmp_path, Options(overwrite=True))
-    reopened = open_ours(PosixStore(tmp_path), ITERATION, Options())
-    assert differing(contents().tensors, reopened.tensors) == []
-    names = ["flashckpt", "iter_0000010", TRACKER]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
 def test_conversions_into_one_directory_all_count(tmp_path: Path) -> None:
     for iteration in (10, 30, 20):
         write_ours(dataclasses.replace(contents(), iteration=iteration), tmp_path, Options())
-    store = PosixStore(tmp_path)
-    candidates = choose(read_facts(store)).candidates
+    candidates = choose(read_facts(PosixStore(tmp_path))).candidates
     assert [candidate.save.iteration for candidate in candidates] == [30, 20, 10]
-    assert [run.number for run in map(parse_save, saves_of(candidates)) if run] == [2, 3, 1]
+    runs = [parse_save(candidate.save.save_id) for candidate in candidates]
+    assert [run.number for run in runs if run] == [2, 3, 1]
     assert (tmp_path / TRACKER).read_text() == "30"
 
 
-def saves_of(candidates: tuple[Candidate, ...]) -> list[str]:
-    return [candidate.save.save_id for candidate in candidates]
-
-
-def test_a_conversion_into_the_directory_of_a_live_job_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("state", "doing"),
+    [("training", "trains and saves there"), ("finishing", "still writes staged saves")],
+)
+def test_a_conversion_into_the_directory_of_a_live_job_or_agent_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, doing: str
 ) -> None:
-    """The job's later saves would not count."""
-    store = PosixStore(tmp_path)
-    alive.put(store, sign_of("000001-aaaa"))
+    """The saves that it writes would not count any more."""
+    keep_alive(monkeypatch, tmp_path, sign_of("000001-aaaa", state=state))
     before = snapshot(tmp_path)
-    renewals = itertools.count()
-    monkeypatch.setattr(
-        alive, "_shown", lambda _, run: (sign_of(run, renewed=next(renewals)), None)
-    )
-    with pytest.raises(OtherWriterError, match=r"000001-aaaa .* trains and saves there"):
+    with pytest.raises(OtherWriterError, match=rf"000001-aaaa .* {doing}"):
         write_ours(contents(), tmp_path, Options())
     assert snapshot(tmp_path) == before
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    with contextlib.closing(Node(tmp_path / "run")) as made:
-        yield made
-
-
-def test_a_conversion_does_not_overtake_an_agent_that_still_writes(
-    node: Node, tmp_path: Path
-) -> None:
-    """The save that it writes would not count any more."""
-    root = tmp_path / "save"
-    trainer = node.trainer(root)
-    run = trainer.open_run()
-    save_id = trainer.new_save_id()
-    with blocked_shard(root, 4, 0, save_id) as unblock:
-        trainer.stage(4, save_id)
-        trainer.hang_up()
-        with pytest.raises(OtherWriterError, match=rf"{run.name} .* still writes staged saves"):
-            write_ours(contents(), root, Options())
-        unblock()
-    eventually("the commit", lambda: (root / TRACKER).exists())
-    eventually("the end of the run", lambda: alive.is_live(PosixStore(root)) is None)
-    write_ours(contents(), root, Options())
-    candidates = choose(read_facts(PosixStore(root))).candidates
-    assert [candidate.save.iteration for candidate in candidates] == [ITERATION, 4]
-
-
-def test_a_conversion_never_moves_the_tracker_back(tmp_path: Path) -> None:
-    (tmp_path / TRACKER).write_text("11")
-    write_ours(contents(), tmp_path, Options())
-    assert (tmp_path / TRACKER).read_text() == "11"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.safetensors_files import INDEX
 from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.file_format.file_names import OWN, TRACKER, iteration_dir, save_of
+from megatron_flashckpt.file_format.file_names import OWN, iteration_dir, save_of
 from tests.convert import rebuilt
 from tests.convert.made import ITERATION, contents, save_as_ranks
 from tests.support.checkpoints import snapshot
@@ -65,18 +65,18 @@ def where_a_file_really_is(save: Path) -> Path:
     return elsewhere
 
 
-@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
-    "where",
+    ("where", "form"),
     [
-        pytest.param(lambda save: save, id="same"),
-        pytest.param(lambda save: save.parent, id="parent"),
-        pytest.param(lambda save: save / "hf", id="child"),
-        pytest.param(lambda save: save / DIRECTORY, id="checkpoint"),
-        link,
-        where_the_checkpoint_really_is,
-        where_a_file_really_is,
+        (lambda save: save, "flashckpt"),
+        (lambda save: save.parent, "safetensors"),
+        (lambda save: save / "hf", "hf"),
+        (lambda save: save / DIRECTORY, "torch"),
+        (link, "torch_dist"),
+        (where_the_checkpoint_really_is, "flashckpt"),
+        (where_a_file_really_is, "safetensors"),
     ],
+    ids=["same", "parent", "child", "checkpoint", "link", "linked checkpoint", "linked file"],
 )
 def test_a_destination_that_overlaps_the_source_is_refused(
     tmp_path: Path,
@@ -85,7 +85,16 @@ def test_a_destination_that_overlaps_the_source_is_refused(
     where: Callable[[Path], Path],
     form: str,
 ) -> None:
-    to = where(save)
+    assert_overlap_is_refused(tmp_path, save, where(save), capsys, form)
+
+
+def assert_overlap_is_refused(
+    tmp_path: Path,
+    save: Path,
+    to: Path,
+    capsys: pytest.CaptureFixture[str],
+    form: str = "safetensors",
+) -> None:
     before = snapshot(tmp_path)
     assert convert(save, to, form, "--overwrite") == 2
     error = capsys.readouterr().err
@@ -94,64 +103,30 @@ def test_a_destination_that_overlaps_the_source_is_refused(
     assert snapshot(tmp_path) == before
 
 
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
-    """Yield a function that bind-mounts a directory at a second path."""
-    points: list[Path] = []
-
-    def mount(directory: Path) -> Path:
-        point = tmp_path / f"mount{len(points)}" / "point"
-        point.mkdir(parents=True)
-        command = ["mount", "--bind", str(directory), str(point)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("this machine refuses to mount")
-        points.append(point)
-        return point
-
-    yield mount
-    for point in points:
-        subprocess.run(["umount", str(point)], check=True)
-
-
-@pytest.mark.parametrize(
-    ("of", "to"),
-    [
-        ("", ""),
-        (DIRECTORY, "deeper/still"),
-        ("..", "save/hf"),
-        ("", ".."),
-    ],
-)
 def test_a_bind_mount_of_the_source_is_refused(
-    tmp_path: Path,
-    save: Path,
-    mounted: Callable[[Path], Path],
-    capsys: pytest.CaptureFixture[str],
-    of: str,
-    to: str,
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (save / "logs").mkdir()
-    point = mounted((save / of).resolve())
-    where = Path(os.path.normpath(point / to))
-    before = snapshot(tmp_path)
-    assert convert(save, where, "safetensors", "--overwrite") == 2
-    assert (
-        "; nothing was changed; name a destination outside of the source" in capsys.readouterr().err
-    )
-    assert snapshot(tmp_path) == before
+    for of, to in (("", ""), (DIRECTORY, "deeper/still"), ("..", "save/hf"), ("", "..")):
+        point = tmp_path / "mount" / "point"
+        point.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "--bind", str((save / of).resolve()), str(point)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("this machine refuses to mount")
+        try:
+            where = Path(os.path.normpath(point / to))
+            assert_overlap_is_refused(tmp_path, save, where, capsys)
+        finally:
+            subprocess.run(["umount", str(point)], check=True)
 
 
 def test_a_destination_next_to_the_source_is_accepted(tmp_path: Path, save: Path) -> None:
+    (save / DIRECTORY / "loop").symlink_to("loop")  # which lies in no destination
     before = snapshot(save)
     for _ in range(2):
         for form in ("torch_dist", "safetensors"):
             assert convert(save, Path(f"{save}-{form}"), form, "--overwrite") == 0
     assert snapshot(save) == before
-
-
-def test_a_link_that_leads_to_itself_lies_in_no_destination(tmp_path: Path, save: Path) -> None:
-    (save / DIRECTORY / "loop").symlink_to("loop")
-    assert convert(save, tmp_path / "to", "torch_dist") == 0
 
 
 # ---------------------------------------------------------------------- replaced exports
@@ -204,52 +179,43 @@ def put_link(directory: Path) -> str:
     return "link"
 
 
+def take_the_largest_file(directory: Path) -> Path:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    file = max(files, key=lambda path: path.stat().st_size)
+    file.rename(directory.parent.parent / f"{directory.name}.away")
+    return file
+
+
 def put_in_place_of_a_file(directory: Path) -> str:
     """Replace a file of the export, as a user does who saves a trained model under its name."""
-    file = max((path for path in directory.rglob("*") if path.is_file()), key=_size)
-    file.unlink()
+    file = take_the_largest_file(directory)
     file.write_bytes(b"another")
     return str(file.relative_to(directory))
 
 
 def put_link_in_place_of_a_file(directory: Path) -> str:
-    file = max((path for path in directory.rglob("*") if path.is_file()), key=_size)
-    away = directory.parent.parent / f"{directory.name}.away"
-    file.rename(away)
-    file.symlink_to(away)
+    file = take_the_largest_file(directory)
+    file.symlink_to(directory.parent.parent / f"{directory.name}.away")
     return str(file.relative_to(directory))
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
-
-
-@pytest.mark.parametrize(
-    "put",
-    [
-        put_file,
-        put_directory,
-        put_link,
-        put_in_place_of_a_file,
-        put_link_in_place_of_a_file,
-    ],
-)
+@pytest.mark.parametrize("form", FORMATS)
 def test_a_foreign_file_in_an_export_is_named_and_kept(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], put: Callable[[Path], str]
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    for form in FORMATS:
-        to = tmp_path / form
-        if form == "flashckpt" and put is put_in_place_of_a_file:
-            continue  # these names hold the id of one save, so no other file gets them
-        assert convert(model, to, form) == 0
+    assert convert(model, tmp_path / "export" / "to", form) == 0
+    places = [put_file, put_directory, put_link, put_link_in_place_of_a_file]
+    if form != "flashckpt":  # whose names hold the id of one save, so no other file gets them
+        places.append(put_in_place_of_a_file)
+    for put in places:
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        to = Path(shutil.copytree(tmp_path / "export", tmp_path / "again")) / "to"
         foreign = put(directory_of(to, form))
         before = snapshot(tmp_path)
         assert convert(model, to, form, "--overwrite") == 2
         error = capsys.readouterr().err
-        assert (
-            f"{directory_of(to, form)}: holds files that 'flashckpt convert' did not write: "
-            in error
-        )
+        directory = directory_of(to, form)
+        assert f"{directory}: holds files that 'flashckpt convert' did not write: " in error
         assert foreign in error
         assert snapshot(tmp_path) == before
 
@@ -274,7 +240,7 @@ def false_list(directory: Path) -> None:
     (directory / MARKER).write_text('{"files": 3}')
 
 
-@pytest.mark.parametrize("form", ["flashckpt", "torch_dist"])
+@pytest.mark.parametrize("form", ["flashckpt", "torch_dist", "safetensors"])
 @pytest.mark.parametrize("change", [nothing, another_format, half_a_save, false_list])
 def test_a_conversion_never_replaces_a_checkpoint_of_a_job(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str], change: Callable, form: str
@@ -284,20 +250,8 @@ def test_a_conversion_never_replaces_a_checkpoint_of_a_job(
     change(other / DIRECTORY)
     before = snapshot(tmp_path)
     assert convert(save, other, form, "--overwrite") == 2
-    assert f"{other / DIRECTORY}: holds files that 'flashckpt convert' did not write" in (
-        capsys.readouterr().err
-    )
-    assert snapshot(tmp_path) == before
-
-
-def test_a_safetensors_export_never_replaces_a_save_directory(
-    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    to = tmp_path / "to"
-    assert convert(save, to, "torch_dist") == 0
-    before = snapshot(tmp_path)
-    assert convert(save, to, "safetensors", "--overwrite") == 2
-    assert TRACKER in capsys.readouterr().err
+    place = other if form == "safetensors" else other / DIRECTORY
+    assert f"{place}: holds files that 'flashckpt convert' did not write" in capsys.readouterr().err
     assert snapshot(tmp_path) == before
 
 
@@ -346,41 +300,32 @@ def test_damaged_and_interrupted_exports_do_not_block_a_new_export(
     )
 
 
-def test_a_file_added_to_an_export_during_its_replacement_is_kept(
-    tmp_path: Path, save: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    to = tmp_path / "hf"
-    assert convert(save, to, "safetensors") == 0
-    before = snapshot(to)
-    sync = output_dir._sync
-
-    def note_and_sync(path: Path) -> None:
-        (to / "notes.txt").write_text("mine")
-        sync(path)
-
-    monkeypatch.setattr(output_dir, "_sync", note_and_sync)
-    assert convert(save, to, "safetensors", "--overwrite") == 2
-    assert (to / "notes.txt").read_text() == "mine"
-    (to / "notes.txt").unlink()
-    assert snapshot(to) == before
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".hf.")] == []
-
-
-def test_an_export_is_in_place_while_its_files_are_compared(
+def test_an_export_is_in_place_while_it_is_compared_and_a_file_added_before_is_kept(
     tmp_path: Path, save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison takes seconds on a network file system, and the command may be killed."""
     to = tmp_path / "hf"
     assert convert(save, to, "safetensors") == 0
-    refuse_others, compared = output_dir.former_export.refuse_others, []
+    before = snapshot(to)
+    sync, refuse_others = output_dir._sync, output_dir.former_export.refuse_others
+    compared = []
+
+    def note_and_sync(path: Path) -> None:
+        (to / "notes.txt").write_text("mine")
+        sync(path)
 
     def note(directory: Path) -> None:
-        refuse_others(directory)
         compared.append((directory, (to / INDEX).exists()))
+        refuse_others(directory)
 
+    monkeypatch.setattr(output_dir, "_sync", note_and_sync)
     monkeypatch.setattr(output_dir.former_export, "refuse_others", note)
-    assert convert(save, to, "safetensors", "--overwrite") == 0
+    assert convert(save, to, "safetensors", "--overwrite") == 2
     assert compared == [(to, True), (to, True)]
+    assert (to / "notes.txt").read_text() == "mine"
+    (to / "notes.txt").unlink()
+    assert snapshot(to) == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".hf.")] == []
 
 
 def write(final: Path, text: str) -> None:
@@ -429,16 +374,6 @@ def test_ctrl_c_between_the_renames_of_a_replacement_leaves_the_earlier_export(
         write(final, "two")
     assert (final / "model").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_a_directory_without_files_does_not_count_as_an_export(tmp_path: Path) -> None:
-    (tmp_path / "hf" / "inside").mkdir(parents=True)
-    with (
-        pytest.raises(ConfigError, match=r"did not write: inside;"),
-        output_dir.new_directory(tmp_path / "hf", overwrite=True),
-    ):
-        pass
-    assert (tmp_path / "hf" / "inside").is_dir()
 
 
 def test_a_file_list_with_outside_paths_removes_none_of_them(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from megatron_flashckpt.convert.common import named_regions
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.common.safetensors_files import INDEX
 from megatron_flashckpt.convert.writers.safetensors import write_safetensors
-from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.layout.reshard import Box, intersection
 from tests.convert.hf_files import weights
 from tests.convert.made import EXPERTS, LAYERS, contents, held, whole
@@ -38,12 +37,6 @@ def expected() -> dict[str, torch.Tensor]:
         tensors[f"{start}.linear_fc2.bias"] = held["decoder.layers.mlp.linear_fc2.bias"][layer]
         tensors[f"{start}.router.expert_bias"] = whole(buffer)[layer]
     return tensors
-
-
-@pytest.mark.parametrize("limit_nbytes", [1, 200, 2**30])
-def test_an_export_holds_every_weight_by_name(tmp_path: Path, limit_nbytes: int) -> None:
-    write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=limit_nbytes))
-    assert same(weights(tmp_path / "hf"), expected())
 
 
 def test_experts_are_separated_if_layers_have_numbers_in_their_keys(tmp_path: Path) -> None:
@@ -68,29 +61,24 @@ def test_experts_are_separated_if_layers_have_numbers_in_their_keys(tmp_path: Pa
             assert torch.equal(exported[name], experts[expert])
 
 
-def test_the_index_names_the_file_of_every_tensor(tmp_path: Path) -> None:
-    write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=200))
+@pytest.mark.parametrize("limit_nbytes", [1, 200, 2**30])
+def test_the_index_names_the_file_of_every_tensor(tmp_path: Path, limit_nbytes: int) -> None:
+    write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=limit_nbytes))
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
-    total = sum(tensor.nbytes for tensor in expected().values())
-    assert index["metadata"]["total_size"] == total
-    assert index["weight_map"].keys() == expected().keys()
+    tensors = expected()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys()
     files = sorted(set(index["weight_map"].values()))
     count = len(files)
-    assert count > 3
+    assert {1: count == len(tensors), 200: count > 3, 2**30: count == 1}[limit_nbytes]
     assert files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    for name, file in index["weight_map"].items():
+    for file in files:
         with safe_open(tmp_path / "hf" / file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-            assert torch.equal(opened.get_tensor(name), expected()[name])
-    held = [sum(t.nbytes for t in load_file(tmp_path / "hf" / file).values()) for file in files]
-    assert max(held) <= 200
-
-
-def test_an_export_does_not_change_a_directory_in_use(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists already"):
-        write_safetensors(contents(), tmp_path, Options())
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+        held = load_file(tmp_path / "hf" / file)
+        assert held.keys() == {n for n, other in index["weight_map"].items() if other == file}
+        assert same(held, {name: tensors[name] for name in held})
+        assert limit_nbytes == 1 or sum(t.nbytes for t in held.values()) <= limit_nbytes
 
 
 def test_an_export_reads_each_box_of_the_source_once(tmp_path: Path) -> None:

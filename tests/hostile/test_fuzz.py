@@ -6,27 +6,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import os
 import random
 import resource
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import msgspec
 import pytest
 import torch
-import xxhash
 
-from megatron_flashckpt.agent.commit_core import Ended
-from megatron_flashckpt.agent.janitor import remove_own
-from megatron_flashckpt.agent.proposals import propose_failure, propose_manifest
-from megatron_flashckpt.agent.track import moved_tracker
+from megatron_flashckpt.agent.proposals import propose_manifest
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.catalog.stored_checkpoint import (
     StoredCheckpoint,
@@ -37,22 +29,16 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
-from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, MissingStateError
-from megatron_flashckpt.file_format.commit_record import decode_records, encode_records
-from megatron_flashckpt.file_format.end import End, Failure
+from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.file_format.file_names import (
     common_name,
-    end_name,
     iteration_dir,
-    ranks_with_record,
-    record_name,
     save_name,
 )
 from megatron_flashckpt.load.candidates import Candidates
 from megatron_flashckpt.load.memory_checkpoints import HeldInMemory
 from megatron_flashckpt.load.named_checkpoint import offered_by
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
-from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
@@ -61,7 +47,6 @@ from tests.support.checkpoints import (
     RUN,
     SAVE_ID,
     MadeSave,
-    content,
     expected,
     make,
     persist,
@@ -265,19 +250,6 @@ def test_a_damaged_tracker_hides_no_checkpoint(copies: FreshCopies) -> None:
     run_seeds(copies, [lies.tracker], range(SEEDS // 10), check)
 
 
-def test_foreign_files_do_not_change_a_load(copies: FreshCopies) -> None:
-    def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
-        iteration, tensors = load(scene)
-        assert iteration == 20
-        assert is_exact(tensors, 20)
-        assert damages(scene) == []
-        assert main(["ls", str(scene.root)]) == 0
-        scene.newest.manifest.unlink()  # now `ls` reads the other files of the attempt
-        assert main(["ls", str(scene.root)]) == 0
-
-    run_seeds(copies, [lies.add_unrelated_files], range(SEEDS // 20), check)
-
-
 def test_the_command_line_reports_damage_without_a_traceback(
     copies: FreshCopies, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,127 +299,29 @@ def test_a_conversion_refuses_a_damaged_source_or_is_exact(tmp_path: Path) -> No
 # ---------------------------------------------------------------- the agent's commit
 
 
-def records(scene: Scene) -> list[Path]:
-    return sorted((scene.root / "iter_0000030").glob(f"{SAVE_30}.*.record"))
-
-
-def share_records(directory: Path, of_node: int) -> None:
-    """Merge the records of each `of_node` ranks into one file, as the agent of a node does."""
-    for first in range(0, len(RANKS), of_node):
-        ranks = range(first, first + of_node)
-        paths = [directory / record_name(range(rank, rank + 1), SAVE_30) for rank in ranks]
-        merged = [record for path in paths for record in decode_records(path.read_bytes(), "it")]
-        for path in paths:
-            path.unlink()
-        (directory / record_name(ranks, SAVE_30)).write_bytes(encode_records(merged))
-
-
 def record_lie(scene: Scene, dice: random.Random) -> None:
-    """Damage the records of a save before its commit."""
-    file, other = dice.sample(records(scene), 2)
-    match dice.randrange(7):
-        case 0:
-            lies.rewrite(file, lambda content: lies.flip_bits(content, dice))
-        case 1:
-            os.truncate(file, dice.randrange(file.stat().st_size))
-        case 2:
-            shutil.copyfile(other, file)
-        case 3:
-            rank = dice.randrange(4)
-            stale = file.with_name(record_name(range(rank, rank + 1), save_name(RUN, 4)))
-            shutil.copyfile(file, stale)
-            shutil.copyfile(stale, file)
-            file.unlink()
-        case 4:
-            lies.in_place(file, scene.outside, dice)
-        case 5:
-            body = dice.choice([b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"\xc1", b""])
-            file.write_bytes(body + xxhash.xxh3_64_digest(body))
-        case 6:
-            os.truncate(file, 2**40)
+    """Replace a record of a save before its commit; the agent's own tests have other contents."""
+    file = dice.choice(sorted((scene.root / iteration_dir(30)).glob("*.record")))
+    if dice.random() < 0.2:
+        os.truncate(file, 2**40)
+    else:
+        lies.in_place(file, scene.outside, dice)
 
 
-def record_forgery(scene: Scene, dice: random.Random) -> None:
-    """Forge a record with a right digest; the commit or a load detects it."""
-    file = dice.choice(records(scene))
-    records_in = msgspec.msgpack.decode(file.read_bytes()[:-8])
-    lies.mutate(dice.choice(records_in), dice)
-    with contextlib.suppress(OverflowError, msgspec.MsgspecError):
-        body = msgspec.msgpack.encode(records_in)
-        file.write_bytes(body + xxhash.xxh3_64_digest(body))
-
-
-def place_lie(scene: Scene, dice: random.Random) -> None:
-    """Damage other files that a commit replaces or reads."""
-    directory = scene.root / iteration_dir(30)
-    end = directory / end_name(SAVE_30)
-    match dice.randrange(5):
-        case 0:
-            lies.tracker(scene, dice)
-        case 1:
-            shutil.copyfile(scene.newest.manifest, end)
-            lies.rewrite(end, lambda held: lies.flip_bits(held, dice))
-        case 2:
-            shutil.copyfile(scene.newest.manifest, end)
-            lies.in_place(end, scene.outside, dice)
-        case 3:
-            (directory / common_name(SAVE_30)).symlink_to(scene.outside / "precious")
-        case 4:
-            directory.rename(scene.outside / "moved")
-            directory.symlink_to(scene.outside / "moved")
-
-
-@pytest.mark.parametrize("of_node", [1, 2])
-@pytest.mark.parametrize("damage", [record_lie, record_forgery, place_lie])
-def test_a_save_with_damaged_records_fails_or_commits_exact_tensors(
-    intact: Path, tmp_path: Path, damage: Damage, of_node: int
+def test_a_record_that_is_no_file_or_huge_fails_its_save_alone(
+    intact: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(intact, tmp_path / "good")
     store = PosixStore(tmp_path / "good/save")
-    content_of = functools.partial(content, seed=30)
-    metas = [
-        persist(store, 30, SAVE_30, rank, len(RANKS), held, content_of, common_of(30))
-        for rank, held in enumerate(RANKS)
-    ]
-    share_records(tmp_path / "good/save/iter_0000030", of_node)
+    metas = [persist(store, 30, SAVE_30, rank, len(RANKS), held) for rank, held in enumerate(RANKS)]
+    names = [entry.name for entry in store.list(iteration_dir(30))]
     copies = FreshCopies(tmp_path / "good", tmp_path / "copy")
-    outcomes: Counter[bool] = Counter()
 
     def check(scene: Scene, damage: Damage, dice: random.Random) -> None:
-        before = [snapshot(made.directory) for made in (scene.older, scene.newest)]
-        ended = ended_save(PosixStore(scene.root), metas[0])
-        outcomes[ended is not None and ended.is_durable and ended.end is End.COMMITTED] += 1
-        if ended is not None and ended.end is End.COMMITTED:
-            try:
-                iteration, tensors = load(scene)
-            except FlashCkptError:
-                assert damage is record_forgery
-            else:
-                is_own = ended.is_durable and damage is not record_forgery
-                assert iteration == 30 or (not is_own and iteration == 20)
-                assert is_exact(tensors, iteration)
-        after = [snapshot(made.directory) for made in (scene.older, scene.newest)]
-        assert after == before
+        before = snapshot(scene.root)
+        with pytest.raises(FlashCkptError):
+            propose_manifest(PosixStore(scene.root), 30, SAVE_30, metas[0], names)
+        assert snapshot(scene.root) == before
 
-    run_seeds(copies, [damage], range(SEEDS // 10), check)
-    assert outcomes[False]
-    assert outcomes[True] or damage is record_lie
-
-
-def ended_save(store: PosixStore, meta: SlotMeta) -> Ended | None:
-    """Bring the save of iteration 30 to its end, as the agent of rank 0 does; None: it has none."""
-    directory = iteration_dir(30)
-    try:
-        names = [entry.name for entry in store.list(directory)]
-        if len(ranks_with_record(names, SAVE_30, len(RANKS))) < len(RANKS):
-            raise CorruptCheckpointError("a record is missing until the deadline")
-        ended, _ = propose_manifest(store, 30, SAVE_30, meta, names)
-        moved_tracker(store, Save(30, SAVE_30), None)
-        return ended
-    except FlashCkptError as error:
-        with contextlib.suppress(FlashCkptError):
-            ended = propose_failure(store, 30, SAVE_30, Failure(failed=str(error)))
-            if ended.end is End.FAILED:
-                remove_own(store, 30, SAVE_30, range(len(RANKS)))
-            return ended
-        return None
+    run_seeds(copies, [record_lie], range(SEEDS // 20), check)
+    shutil.rmtree(tmp_path / "copy")  # pipes would block a grep in these directories
