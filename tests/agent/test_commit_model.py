@@ -456,7 +456,10 @@ class Saves:
             assert is_safe or not agent.core.holds_rank_0, "the tracker names what may be lost"
         else:
             assert result.failure == decode_failure(first), "not the reason that the end has"
-            janitor.remove_own(self.free(agent.number), ITERATION, SAVE, set(agent.save.metas))
+            ranks = set(agent.save.metas)
+            janitor.remove_own(self.free(agent.number), ITERATION, SAVE, ranks)
+            own = {SHARDS[rank] for rank in ranks} | {COMMON for rank in ranks if rank == 0}
+            assert not own & self.storage.names.keys(), "files of a failed save take space"
 
     def free(self, number: int) -> Any:
         """Return a store whose calls are not paused at."""
