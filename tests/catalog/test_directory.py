@@ -13,7 +13,6 @@ from megatron_flashckpt.catalog.directory import (
     put_tracked,
     read_facts,
     run_numbers,
-    tracked,
 )
 from megatron_flashckpt.catalog.lineage import Candidate, Save, Tracked, choose
 from megatron_flashckpt.errors import FormatVersionError
@@ -98,16 +97,6 @@ def test_a_thousand_earlier_runs_cost_no_reads() -> None:
     assert len([name for name in store.read if name.startswith(file_names.RUNS)]) == 1
 
 
-def test_runs_from_scratch_that_left_nothing_are_passed_over() -> None:
-    """The run that continues a checkpoint has left nothing either, and decides."""
-    store = MemoryStore()
-    commit(store, open_run(store, 1), 10)
-    open_run(store, 2, (Ancestor(run(1), 10),))
-    for number in range(3, 30):
-        open_run(store, number)
-    assert {run(1), run(2)} <= read_facts(store).runs.keys()
-
-
 def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -129,7 +118,6 @@ def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
 
 
 def test_no_flipped_bit_of_a_run_or_of_the_twin_hides_a_checkpoint() -> None:
-    """Before, another name, ancestor or iteration was obeyed. Retention then removed the rest."""
     store = MemoryStore()
     first = open_run(store, 1)
     ancestors = (Ancestor(first, 20),)
@@ -161,35 +149,6 @@ def test_a_run_whose_object_is_damaged_keeps_its_only_save_in_memory() -> None:
     assert read_facts(store, {held: ancestors}).runs == {run(1): (), run(2): ancestors}
 
 
-def test_without_its_own_directory_the_saves_tell_the_runs() -> None:
-    store = MemoryStore()
-    ancestors = (Ancestor(run(7), 10),)
-    commit(store, run(7), 10)
-    commit(store, run(8), 20, ancestors)
-    assert read_facts(store).runs == {run(7): (), run(8): ancestors}
-
-
-def test_a_copied_iteration_is_of_no_known_run() -> None:
-    store = MemoryStore()
-    open_run(store, 1)
-    copied = commit(store, file_names.run_name(1, "ffff"), 10)
-    facts = read_facts(store)
-    assert list(facts.stored) == [copied]
-    assert facts.runs == {run(1): ()}
-
-
-def test_memory_counts_only_in_the_directory_of_its_run() -> None:
-    held = {Save(30, file_names.save_name(run(3), 1)): (Ancestor(run(2), 20),)}
-    emptied = MemoryStore()
-    assert read_facts(emptied, held).runs == {}
-    earlier_copy = MemoryStore()
-    open_run(earlier_copy, 2)
-    assert read_facts(earlier_copy, held).runs == {run(2): ()}
-    without_runs = MemoryStore()
-    commit(without_runs, run(2), 20)
-    assert read_facts(without_runs, held).runs == {run(2): (), run(3): (Ancestor(run(2), 20),)}
-
-
 def test_a_directory_of_format_1_is_refused_with_the_commit_that_converts_it() -> None:
     store = MemoryStore()
     store.create("iter_0000010/manifest.json", b"{}")
@@ -208,12 +167,6 @@ def test_the_tracker_names_an_iteration_or_is_damaged(
     store.put(file_names.TRACKER, text)
     facts = read_facts(store)
     assert (facts.tracker, facts.tracker_is_damaged) == (iteration, is_damaged)
-
-
-def test_a_damaged_twin_of_the_tracker_says_nothing() -> None:
-    store = MemoryStore()
-    store.put(file_names.TRACKED, b"[]")
-    assert tracked(store) is None
 
 
 def test_links_are_not_entered(tmp_path: Path) -> None:
