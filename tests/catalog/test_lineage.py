@@ -63,6 +63,11 @@ def test_of_one_iteration_memory_comes_first() -> None:
     )
 
 
+def test_a_damaged_tracker_is_nobody_s_wish() -> None:
+    choice = choose(facts(tracker=None, tracker_is_damaged=True))
+    assert choice.candidates[0] == in_storage(PATH[-1])
+
+
 NEWER = saved(SECOND, 35)
 COPIED = saved(run_name(2, "ffff"), 27)
 

@@ -820,20 +820,6 @@ def test_a_load_returns_the_newest_checkpoint_that_counts() -> None:
     run_state_machine_as_test(Schedule, settings=examples(EXAMPLES, Phase.generate, Phase.shrink))
 
 
-def test_a_tracker_that_is_written_after_a_run_opened_without_one_is_a_wish() -> None:
-    """No agent can have written it, so it counts though it names a dead branch."""
-    schedule = Schedule()
-    schedule.start(0)
-    schedule.train(count=2, kept=0)
-    schedule.remove_the_tracker()
-    schedule.resume_from_a_step(0, which=0)
-    schedule.crash()
-    assert lineage.choose(schedule.world.facts(0)).candidates[0].save.iteration == 10
-    schedule.world.put(TRACKER, b"20", 0)
-    choice = lineage.choose(schedule.world.facts(0))
-    assert (choice.candidates[0].save.iteration, choice.wish) == (20, 20)
-
-
 # ---------------------------------------------------------------------- each rule is needed
 
 
