@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,13 +87,26 @@ def whole(records: list[CommitRecord]) -> list[str]:
     return sorted(record.template_fingerprint for record in with_items)
 
 
-@pytest.mark.parametrize("records", [1, 8], indirect=True)
-def test_records_are_read_in_rank_order_and_each_template_once(records: Path) -> None:
+@pytest.mark.parametrize(
+    ("records", "wait_s"), [(1, 0.0), (1, 0.02), (8, 0.0)], indirect=["records"]
+)
+def test_records_are_read_in_rank_order_and_each_template_once(
+    records: Path, wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, readers = PosixStore.get, set[int]()
+
+    def slow(*where: Any) -> bytes:
+        readers.add(threading.get_ident())
+        time.sleep(wait_s)
+        return get(*where)
+
+    monkeypatch.setattr(PosixStore, "get", slow)
     merged = decoded(records)
     assert [(record.rank, record.placement) for record in merged] == [
         (rank, (rank,)) for rank in range(RANKS)
     ]
     assert whole(merged) == ["t0", "t1"]
+    assert len(readers) > 4 or not wait_s, "slow storage is read by several threads"
 
 
 def test_a_node_creates_one_file_for_its_contiguous_ranks_with_each_template_once() -> None:

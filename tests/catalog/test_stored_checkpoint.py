@@ -19,6 +19,7 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     NotCommittedError,
+    RenamedCheckpointError,
 )
 from megatron_flashckpt.file_format.end import Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import next_attempt, save_name
@@ -93,11 +94,13 @@ def test_an_iteration_without_a_checkpoint_is_refused_with_the_reason(tmp_path: 
         read_manifest(store, Save(made.iteration, made.save_id))
 
 
-def test_the_manifest_of_another_save_is_refused(made: MadeSave) -> None:
-    encoded = made.manifest.read_bytes()
-    other = Save(made.iteration, next_attempt(made.save_id))
+def test_the_manifest_of_another_save_or_iteration_is_refused(made: MadeSave) -> None:
+    encoded, store = made.manifest.read_bytes(), PosixStore(made.root)
     with pytest.raises(CorruptCheckpointError, match=f"is the end of {made.save_id}"):
-        StoredCheckpoint(PosixStore(made.root), other, encoded)
+        StoredCheckpoint(store, Save(made.iteration, next_attempt(made.save_id)), encoded)
+    renamed = r"iter_0000011: holds iteration 10, .*rename it to iter_0000010"
+    with pytest.raises(RenamedCheckpointError, match=renamed):
+        StoredCheckpoint(store, Save(11, made.save_id), encoded)
 
 
 def test_of_several_saves_the_one_of_the_newest_history_is_opened(tmp_path: Path) -> None:
