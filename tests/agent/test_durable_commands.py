@@ -12,7 +12,7 @@ import pytest
 
 from megatron_flashckpt.agent import durable_commands
 from megatron_flashckpt.agent.durable_commands import DurableCommands, announce
-from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
+from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.node import Node as AgentNode
 from megatron_flashckpt.agent.node import options_of
 from megatron_flashckpt.agent.settings import settings_of
@@ -21,6 +21,7 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
+from tests.support.histories import committed_save
 from tests.support.stored import stored
 from tests.support.trainer import FakeTrainer, eventually, is_alive, kill_agent
 
@@ -139,17 +140,8 @@ def test_only_a_run_without_the_command_forgets_the_marks_of_former_ones(
     run = first.run
     assert run is not None
     durable = Save(10, save_name(run.name, 1))
-    Janitor().tidy(
-        CommittedSave(
-            store=PosixStore(root),
-            iteration=10,
-            save_id=durable.save_id,
-            history=History(run.name, run.ancestors),
-            rules=Retention(latest=1),
-            retain_interval=None,
-            previous=None,
-        )
-    )
+    history = History(run.name, run.ancestors)
+    Janitor().tidy(committed_save(PosixStore(root), durable, history, Retention(latest=1)))
     assert marks(root) == ["iter_0000010"]
     trainer = node.trainer(root)
     trainer.open_run(durable, run.ancestors)

@@ -58,6 +58,7 @@ from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.storage.posix_files import parse_temporary_name, temporary_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry, Store
+from tests.support.histories import committed_save
 from tests.support.memory_store import MemoryStore
 from tests.support.trainer import eventually
 
@@ -152,15 +153,7 @@ def committed(
     rules: Retention = Retention(),  # noqa: B008, frozen
     ancestors: Ancestors = (),
 ) -> CommittedSave:
-    return CommittedSave(
-        store=store,
-        iteration=named.iteration,
-        save_id=named.save_id,
-        history=History(named.run, ancestors),
-        rules=rules,
-        retain_interval=None,
-        previous=None,
-    )
+    return committed_save(store, named, History(named.run, ancestors), rules)
 
 
 class Clock:
