@@ -40,15 +40,8 @@ def test_the_first_missing_rank_of_a_dlrover_checkpoint_is_named(
 
 @pytest.mark.parametrize(
     "contents",
-    [
-        b'{"sharded_backend":"torch_d\xffst"}',
-        b'{"sharded_backend":',
-        b"[" * 60000,
-        b"[]",
-        b"",
-        None,
-    ],
-    ids=["no UTF-8", "cut off", "nested", "a list", "empty", "a directory"],
+    [b'{"sharded_backend":"torch_d\xffst"}', b'{"sharded_backend":', b"[" * 60000, b"[]", None],
+    ids=["no UTF-8", "cut off", "nested", "a list", "a directory"],
 )
 def test_a_damaged_file_of_another_program_ends_no_command(
     tmp_path: Path, contents: bytes | None
