@@ -31,16 +31,16 @@ from megatron_flashckpt.agent import janitor, proposals
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.durable_commands import DurableCommands
-from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
+from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.catalog.lineage import History
-from megatron_flashckpt.config import Retention
+from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import CommitRecord, Coordinates, encode_items
 from megatron_flashckpt.file_format.end import End, Failure, decode_failure, kind_of
 from megatron_flashckpt.storage.store import Entry
+from tests.support.histories import committed_save
 from tests.support.memory_store import MemoryStore
 
 SCHEDULES = int(os.environ.get("FLASHCKPT_EXAMPLES", "1000"))
@@ -461,7 +461,10 @@ class Saves:
             assert is_safe or not agent.core.holds_rank_0, "the tracker names what may be lost"
         else:
             assert result.failure == decode_failure(first), "not the reason that the end has"
-            janitor.remove_own(self.free(agent.number), ITERATION, SAVE, set(agent.save.metas))
+            ranks = set(agent.save.metas)
+            janitor.remove_own(self.free(agent.number), ITERATION, SAVE, ranks)
+            own = {SHARDS[rank] for rank in ranks} | {COMMON for rank in ranks if rank == 0}
+            assert not own & self.storage.names.keys(), "files of a failed save take space"
 
     def free(self, number: int) -> Any:
         """Return a store whose calls are not paused at."""
@@ -592,17 +595,8 @@ class Saves:
             self.tidy(math.inf)
 
     def tidy(self, deadline_s: float) -> None:
-        Janitor(deadline_s=deadline_s).tidy(
-            CommittedSave(
-                store=self.free(0),
-                iteration=ITERATION + 10,
-                save_id=LATER,
-                history=History(RUN),
-                rules=Retention(),
-                retain_interval=None,
-                previous=None,
-            )
-        )
+        later = committed_save(self.free(0), Save(ITERATION + 10, LATER), History(RUN))
+        Janitor(deadline_s=deadline_s).tidy(later)
 
     def lose_power(self) -> None:
         self.is_dark = True

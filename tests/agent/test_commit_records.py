@@ -39,27 +39,6 @@ from tests.support.memory_store import MemoryStore
 RANKS = 64
 
 
-class _SlowStore(PosixStore):
-    """Answers a read after `wait_s`; records how many threads read at a time."""
-
-    def __init__(self, root: Path, wait_s: float) -> None:
-        super().__init__(root)
-        self.wait_s = wait_s
-        self.most = 0
-        self._now = 0
-        self._lock = threading.Lock()
-
-    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        with self._lock:
-            self._now += 1
-            self.most = max(self.most, self._now)
-        time.sleep(self.wait_s)
-        data = super().get(name, offset, nbytes)
-        with self._lock:
-            self._now -= 1
-        return data
-
-
 def record_of(rank: int, **fields: object) -> CommitRecord:
     record = CommitRecord(
         iteration=1,
@@ -97,9 +76,9 @@ def records(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 of_nodes = pytest.mark.parametrize("records", [8], indirect=True)
 
 
-def decoded(root: Path, store: PosixStore | None = None) -> list[CommitRecord]:
+def decoded(root: Path) -> list[CommitRecord]:
     names = os.listdir(root / file_names.iteration_dir(1))
-    return read_records(store or PosixStore(root), 1, SAVE_ID, RANKS, names)
+    return read_records(PosixStore(root), 1, SAVE_ID, RANKS, names)
 
 
 def whole(records: list[CommitRecord]) -> list[str]:
@@ -112,15 +91,22 @@ def whole(records: list[CommitRecord]) -> list[str]:
     ("records", "wait_s"), [(1, 0.0), (1, 0.02), (8, 0.0)], indirect=["records"]
 )
 def test_records_are_read_in_rank_order_and_each_template_once(
-    records: Path, wait_s: float
+    records: Path, wait_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = _SlowStore(records, wait_s)
-    merged = decoded(records, storage)
+    get, readers = PosixStore.get, set[int]()
+
+    def slow(*where: Any) -> bytes:
+        readers.add(threading.get_ident())
+        time.sleep(wait_s)
+        return get(*where)
+
+    monkeypatch.setattr(PosixStore, "get", slow)
+    merged = decoded(records)
     assert [(record.rank, record.placement) for record in merged] == [
         (rank, (rank,)) for rank in range(RANKS)
     ]
     assert whole(merged) == ["t0", "t1"]
-    assert storage.most > 4 or not wait_s, "slow storage is read by several threads"
+    assert len(readers) > 4 or not wait_s, "slow storage is read by several threads"
 
 
 def test_a_node_creates_one_file_for_its_contiguous_ranks_with_each_template_once() -> None:
@@ -135,32 +121,24 @@ def test_a_node_creates_one_file_for_its_contiguous_ranks_with_each_template_onc
 
 
 OTHER = save_name(RUN, 2)
-
-
-def _nested(body: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(body) + body
+NESTED = b"\x91" * 100_000
 
 
 @pytest.mark.parametrize(
     ("planted", "message"),
     [
         (b"\xc1 not msgpack", "is not a commit record"),
-        (b"", "is not a commit record"),
-        (_nested(b"\x91" * 100_000), "is not a commit record"),
+        (xxhash.xxh3_64_digest(NESTED) + NESTED, "is not a commit record"),
         (encode_records([record_of(1)])[:-1] + b"\0", "its digest does not match"),
-        (encode_records([record_of(0)]), f"(1, '{SAVE_ID}', 0"),
         (encode_records([record_of(1, save_id=OTHER)]), f"(1, '{OTHER}', 1"),
         (encode_records([record_of(1, iteration=99)]), f"(99, '{SAVE_ID}', 1"),
         (encode_records([record_of(1, file="../../up")]), "'../../up'), expected (1"),
         *(
             (encode_records([record_of(rank) for rank in ranks]), "is the record of")
-            for ranks in ([], [1, 2], [2, 1], [1, 1], [1, 3])
+            for ranks in ([], [0], [1, 2], [2, 1], [1, 1])
         ),
     ],
-    ids=[
-        *("garbage", "empty", "nested", "flipped", "doubled", "save", "iteration", "elsewhere"),
-        *("of no rank", "of more ranks", "out of order", "twice", "of other ranks"),
-    ],
+    ids=range(11),
 )
 @pytest.mark.parametrize("records", [1], indirect=True)
 def test_a_record_with_wrong_contents_is_refused(
@@ -184,15 +162,11 @@ def test_a_rank_may_have_two_records_that_agree(records: Path) -> None:
 
 
 @of_nodes
-@pytest.mark.parametrize(
-    "field", [{"nbytes": 2}, {"header_digest": "f"}, {"placement": (99,)}], ids=str
-)
-def test_contradictory_records_of_a_rank_are_refused(
-    records: Path, field: dict[str, object]
-) -> None:
-    write(records, [record_of(3, **field)])
-    with pytest.raises(CorruptCheckpointError, match="two commit records of rank 3 contradict"):
-        decoded(records)
+def test_contradictory_records_of_a_rank_are_refused(records: Path) -> None:
+    for field in ({"nbytes": 2}, {"header_digest": "f"}, {"placement": (99,)}):
+        write(records, [record_of(3, **field)])
+        with pytest.raises(CorruptCheckpointError, match="two commit records of rank 3 contradict"):
+            decoded(records)
 
 
 @of_nodes
@@ -211,19 +185,15 @@ def test_no_template_is_lost_in_any_order_of_reads(
     assert whole(decoded(records)) == sorted([*(f"own {rank}" for rank in range(8)), "t0", "t1"])
 
 
-@pytest.mark.parametrize(
-    ("shard", "fault"),
-    [(None, "is missing"), (b"ab", "has 2 bytes instead of 1")],
-    ids=["invisible", "of another size"],
-)
-def test_a_commit_needs_every_shard_and_waits_for_those_that_are_only_invisible(
-    shard: bytes | None, fault: str
-) -> None:
-    store = MemoryStore()
-    records = [record_of(rank) for rank in range(3)]
-    for record, contents in zip(records, (b"a", shard, b"a"), strict=True):
-        if contents is not None:
-            store.put(f"{file_names.iteration_dir(1)}/{record.file}", contents)
-    with pytest.raises(CorruptCheckpointError, match=f"{records[1].file} {fault}: ") as raised:
+def test_a_shard_that_is_only_invisible_may_come_and_one_of_another_size_may_not() -> None:
+    store, records = MemoryStore(), [record_of(rank) for rank in range(3)]
+    names = [f"{file_names.iteration_dir(1)}/{record.file}" for record in records]
+    for name in names:
+        store.put(name, b"a")
+    store.delete(names[1:2])
+    with pytest.raises(MissingShardsError, match=f"{records[1].file} is missing: "):
         check_shards(store, 1, records)
-    assert isinstance(raised.value, MissingShardsError) is (shard is None)
+    store.put(names[2], b"ab")
+    with pytest.raises(CorruptCheckpointError, match=" has 2 bytes instead of 1: ") as raised:
+        check_shards(store, 1, records)
+    assert not isinstance(raised.value, MissingShardsError)

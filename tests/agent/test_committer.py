@@ -46,6 +46,14 @@ class _Rank:
         self.report = self.told.append
 
 
+def a_defect(*_: object) -> None:
+    raise KeyError("a defect")
+
+
+def read_only(*_: object) -> None:
+    raise PermissionError("read-only")
+
+
 def pending(
     world_size: int, ranks: dict[int, _Rank], run: RunObject, *, age_s: float = TIMEOUT_S + 60.0
 ) -> tuple[Committer, Any]:
@@ -75,13 +83,21 @@ def pending(
     return committer, save
 
 
-def test_a_known_end_is_told_though_what_follows_it_hangs() -> None:
+@pytest.mark.parametrize("what_follows", ["hangs", "has a defect"])
+def test_a_known_end_is_told_whatever_follows_it(
+    what_follows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For example the tracker: loads count the checkpoint without it."""
     rank = _Rank(RUN)
     committer, save = pending(1, {0: rank}, RUN)
     save.core.note(time.monotonic(), core.Ended(End.COMMITTED, None, is_durable=True))
-    committer.watch()
-    committer._conclude(save, Failure(failed="what follows it gives up"))
+    if what_follows == "hangs":
+        committer.watch()
+        committer._conclude(save, Failure(failed="what follows it gives up"))
+    else:
+        monkeypatch.setattr(committer, "_finish", a_defect)
+        monkeypatch.setattr(committer, "_counting_history", lambda _: None)
+        committer._advance_one(save)
     assert [(each.save_id, each.error) for each in rank.told] == [(SAVE, None)]  # type: ignore[union-attr]
 
 
@@ -156,11 +172,7 @@ def test_an_error_in_one_save_ends_neither_the_driver_nor_the_wait_for_the_save(
 ) -> None:
     rank = _Rank(RUN)
     committer, _ = pending(1, {0: rank}, RUN)
-
-    def fail(*_: object) -> None:
-        raise KeyError("a defect")
-
-    monkeypatch.setattr(committer, "_advance", fail)
+    monkeypatch.setattr(committer, "_advance", a_defect)
     committer.start()
     eventually("the result", lambda: rank.told)
     assert "KeyError" in str(rank.told[0])
@@ -168,29 +180,9 @@ def test_an_error_in_one_save_ends_neither_the_driver_nor_the_wait_for_the_save(
     committer.close()
 
 
-def test_what_fails_after_a_known_end_changes_nothing_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rank = _Rank(RUN)
-    committer, save = pending(1, {0: rank}, RUN)
-    save.core.note(0.0, core.Ended(End.COMMITTED, is_durable=True))
-
-    def fail(*_: object) -> None:
-        raise KeyError("a defect")
-
-    monkeypatch.setattr(committer, "_finish", fail)
-    monkeypatch.setattr(committer, "_counting_history", lambda _: None)
-    committer._advance_one(save)
-    assert [outcome.error for outcome in rank.told] == [None]
-
-
 def test_a_tracker_that_cannot_be_written_is_told_to_no_departed_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     committer, save = pending(1, {}, RUN)
-
-    def fail(*_: object) -> None:
-        raise PermissionError("read-only")
-
-    monkeypatch.setattr(committer_module, "moved_tracker", fail)
+    monkeypatch.setattr(committer_module, "moved_tracker", read_only)
     assert committer._track(save) == (None, None)

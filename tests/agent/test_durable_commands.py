@@ -12,16 +12,16 @@ import pytest
 
 from megatron_flashckpt.agent import durable_commands
 from megatron_flashckpt.agent.durable_commands import DurableCommands, announce
-from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
+from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.node import Node as AgentNode
 from megatron_flashckpt.agent.node import options_of
 from megatron_flashckpt.agent.settings import settings_of
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import save_name
-from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
+from tests.support.histories import committed_save
 from tests.support.stored import stored
 from tests.support.trainer import FakeTrainer, eventually, is_alive, kill_agent
 
@@ -37,6 +37,14 @@ def commands_of(node: Node, root: Path, command: str, timeout_s: float) -> Durab
     config = node.config(on_durable=command, on_durable_timeout_s=timeout_s)
     options = options_of(settings_of(config), str(root), foreground=False)
     return DurableCommands(AgentNode(options))
+
+
+def committed(node: Node, root: Path) -> Save:
+    """Return a checkpoint of a job without a command."""
+    trainer = node.trainer(root)
+    save = Save(1, trainer.new_save_id())
+    assert trainer.save(*save).error is None
+    return save
 
 
 def marks(root: Path) -> list[str]:
@@ -120,30 +128,26 @@ def test_a_command_does_not_delay_the_write_of_what_only_memory_holds(
     assert not marks(root)
 
 
-def killed_in_command(node: Node, root: Path) -> RunObject:
-    """Return the run of a job that was killed with its agent in the command of iteration 10."""
-    trainer = start(node, root, "sleep 1000")
-    assert trainer.save(10).error is None
+def test_only_a_run_without_the_command_forgets_the_marks_of_former_ones(
+    node: Node, root: Path
+) -> None:
+    """The job was killed with its agent; `flashckpt prune` comes next, then another run."""
+    first = start(node, root, "sleep 1000")
+    assert first.save(10).error is None
     eventually("the mark", lambda: marks(root))
-    kill_agent(trainer.client.agent_pid)
-    trainer.hang_up()
-    assert trainer.run is not None
-    return trainer.run
-
-
-def test_prune_forgets_no_command(node: Node, root: Path) -> None:
-    run = killed_in_command(node, root)
-    save = CommittedSave(
-        store=PosixStore(root),
-        iteration=10,
-        save_id=save_name(run.name, 1),
-        history=History(run.name, run.ancestors),
-        rules=Retention(latest=1),
-        retain_interval=None,
-        previous=None,
-    )
-    Janitor().tidy(save)
+    kill_agent(first.client.agent_pid)
+    first.hang_up()
+    run = first.run
+    assert run is not None
+    durable = Save(10, save_name(run.name, 1))
+    history = History(run.name, run.ancestors)
+    Janitor().tidy(committed_save(PosixStore(root), durable, history, Retention(latest=1)))
     assert marks(root) == ["iter_0000010"]
+    trainer = node.trainer(root)
+    trainer.open_run(durable, run.ancestors)
+    trainer.make_slab()
+    eventually("no mark", lambda: not marks(root))
+    assert stored(root, 10).manifest.iteration == 10
 
 
 def test_a_second_sigterm_ends_the_command_and_keeps_its_mark(
@@ -165,29 +169,17 @@ def test_a_second_sigterm_ends_the_command_and_keeps_its_mark(
     assert marks(root) == ["iter_0000010"]
 
 
-def test_a_run_without_the_command_forgets_the_marks_of_former_ones(node: Node, root: Path) -> None:
-    run = killed_in_command(node, root)
-    trainer = node.trainer(root)
-    trainer.open_run(Save(10, save_name(run.name, 1)), run.ancestors)
-    trainer.make_slab()
-    eventually("no mark", lambda: not marks(root))
-    assert stored(root, 10).manifest.iteration == 10
-
-
 def test_a_command_is_not_spared_like_its_agent_when_memory_runs_out(
     node: Node, root: Path
 ) -> None:
-    trainer = node.trainer(root)
-    save_id = trainer.new_save_id()
-    assert trainer.save(1, save_id).error is None
-    of_command = "/proc/self/oom_score_adj"
-    command = f"until [ $(cat {of_command}) = 0 ]; do sleep 0.01; done"
+    save = committed(node, root)
+    own = Path("/proc/self/oom_score_adj")
+    command = f"until [ $(cat {own}) = 0 ]; do sleep 0.01; done"
     commands = commands_of(node, root, command, timeout_s=10.0)
-    own = Path(of_command)
     former = own.read_text()
     try:
         own.write_text("300")
-        commands.add(PosixStore(root), Save(1, save_id))
+        commands.add(PosixStore(root), save)
         eventually("the end of the command", lambda: not commands.are_due(), 8)
     finally:
         own.write_text(former)
@@ -204,16 +196,13 @@ def test_a_command_that_fails_is_tried_three_times(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     node: Node,
+    root: Path,
     command: str,
     reason: str,
 ) -> None:
     monkeypatch.setattr(durable_commands, "_RETRIES_S", (0.01, 0.01))
-    root, out = tmp_path / "save", tmp_path / "out"
-    trainer = node.trainer(root)
-    save_id = trainer.new_save_id()
-    assert trainer.save(1, save_id).error is None
+    out, save, store = tmp_path / "out", committed(node, root), PosixStore(root)
     commands = commands_of(node, root, f"echo >> {out}; {command}", timeout_s=1.0)
-    store, save = PosixStore(root), Save(1, save_id)
     announce(store, save)
     commands.add(store, save)
     commands.add(store, save)

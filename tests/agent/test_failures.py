@@ -26,7 +26,7 @@ from tests.support.trainer import (
 def test_ranks_that_fail_in_turn_agree_on_the_first_failure(node: Node, root: Path) -> None:
     """The first failed rank reports for its node, so later failures must name that rank."""
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
-    save_id = new_save_id()
+    save_id, later = new_save_id(), new_save_id()
     for rank in range(3):
         obstruct(root, 5, rank, save_id)
     failed_ranks = []
@@ -36,7 +36,6 @@ def test_ranks_that_fail_in_turn_agree_on_the_first_failure(node: Node, root: Pa
     assert failed_ranks[0] == (0,)
     # Otherwise they fail only because the first rank failed, and report nothing.
     assert all(ranks[:1] in ((0,), ()) for ranks in failed_ranks)
-    later = new_save_id()
     obstruct(root, 6, 2, later)
     trainers[2].stage(6, later)
     assert trainers[2].outcome().failed_ranks == (2,)

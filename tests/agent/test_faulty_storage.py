@@ -24,40 +24,32 @@ from tests.support.stored import assert_intact
 from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
 #: System calls of a save, by their names in Python.
-CALLS = ["pwrite", "fdatasync", "fsync", "scandir"]
+CALLS = ["pwrite", "fdatasync", "scandir"]
 
 
 class Faults:
     """Lets system calls on files below `root` wait until `heal`."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._root = str(root)
-        self._act: dict[str, Callable[[], None]] = {}
-        self._healed = threading.Event()
+        self._root, self._hanging, self._healed = str(root), "", threading.Event()
         for name in CALLS:
             monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(target: Any, *args: Any, **kwargs: Any) -> Any:
-            act = self._act.get(name)
-            if act is not None:
+            if name == self._hanging:
                 path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
                 if os.fspath(path).startswith(self._root):
-                    act()
+                    self._healed.wait(PATIENCE_S)
             return call(target, *args, **kwargs)
 
         return wrapper
 
     def hang(self, call: str) -> None:
-        self._healed.clear()
-
-        def act() -> None:
-            self._healed.wait(PATIENCE_S)
-
-        self._act[call] = act
+        self._hanging = call
 
     def heal(self) -> None:
-        self._act.clear()
+        self._hanging = ""
         self._healed.set()
 
 
@@ -68,7 +60,7 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     made.heal()
 
 
-@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "scandir"])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_save_on_hanging_storage_is_reported_slow_then_failed(
     node: Node, root: Path, faults: Faults, call: str
 ) -> None:

@@ -33,7 +33,7 @@ from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import ALSO_IN_A_BUCKET, Node
 from tests.support.memory_store import MemoryStore
 from tests.support.stored import names_in
-from tests.support.trainer import eventually, is_alive, remove_tree
+from tests.support.trainer import eventually, kill_agent, remove_tree
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
 
@@ -88,41 +88,34 @@ def trainer(run: str, *, is_connected: bool = True) -> Any:
 
 
 def test_a_run_is_shown_as_long_as_it_trains_or_writes(agent: _Agent) -> None:
-    agent.change(run=RUN, leads=True, ranks={0: trainer(RUN.name)})
-    eventually("training", lambda: agent.shows() == [(RUN.name, "training")])
-    agent.change(ranks={0: trainer(RUN.name, is_connected=False)}, pending={"a save": object()})
-    eventually("finishing", lambda: agent.shows() == [(RUN.name, "finishing")])
-    agent.change(pending={})
-    eventually("the end: only memory is kept", lambda: not agent.shows())
-    agent.change(ranks={0: trainer(RUN.name)})
-    eventually("training again", lambda: agent.shows() == [(RUN.name, "training")])
+    def becomes(*shown: tuple[str, str], **changes: Any) -> None:
+        agent.change(**changes)
+        eventually(f"{shown} after {changes}", lambda: agent.shows() == [*shown])
+
+    connected, later = {0: trainer(RUN.name)}, {0: trainer(LATER.name)}
+    gone = {0: trainer(RUN.name, is_connected=False)}
+    becomes((RUN.name, "training"), run=RUN, leads=True, ranks=connected)
+    becomes((RUN.name, "finishing"), ranks=gone, pending={"a save": object()})
+    becomes(pending={})  # only memory is kept
+    becomes((RUN.name, "training"), ranks=connected)
+    becomes((LATER.name, "training"), run=LATER, ranks=later)
+    becomes(leads=False)  # rank 0 has moved to another node
 
 
-def test_a_later_run_of_the_node_takes_the_place_of_the_former_one(agent: _Agent) -> None:
-    agent.change(run=RUN, leads=True, ranks={0: trainer(RUN.name)})
-    eventually("the first run", lambda: agent.shows() == [(RUN.name, "training")])
-    agent.change(run=LATER, ranks={0: trainer(LATER.name)})
-    eventually("the later run", lambda: agent.shows() == [(LATER.name, "training")])
-    agent.change(leads=False)
-    eventually("rank 0 has moved to another node", lambda: not agent.shows())
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["the agent stays", "the agent ends"])
-def test_the_sign_of_a_run_that_left_before_its_first_renewal_is_deleted(ends: bool) -> None:
-    """A start has put it before the agent hears of the run."""
+def test_the_sign_of_a_run_that_left_before_its_first_renewal_is_deleted() -> None:
+    """A start has put it before the agent hears of the run, and the agent may end at once."""
     agent = _Agent()
     alive.put(agent.store, alive.sign_of_life(RUN.name, "training", os.getpid()))
     agent.change(run=RUN, leads=True, ranks={0: trainer(RUN.name, is_connected=False)})
     agent.heartbeat.start()
-    if not ends:
-        eventually("the deletion", lambda: not agent.signs())
     agent.heartbeat.close()
     assert not agent.signs()
 
 
-def test_the_deletion_is_tried_again_when_an_agent_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deletion_is_tried_again_when_an_agent_leaves(
+    agent: _Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the next start would wait until the run counts as silent."""
-    agent = _Agent()
     delete, refused = agent.store.delete, []
 
     def refuse_once(names: Any) -> None:
@@ -131,7 +124,6 @@ def test_the_deletion_is_tried_again_when_an_agent_leaves(monkeypatch: pytest.Mo
             raise StorageError(errno.ESTALE, os.strerror(errno.ESTALE))
         delete(names)
 
-    agent.heartbeat.start()
     agent.change(run=RUN, leads=True, ranks={0: trainer(RUN.name)})
     eventually("training", agent.shows)
     monkeypatch.setattr(agent.store, "delete", refuse_once)
@@ -185,12 +177,9 @@ def test_a_second_job_is_refused_and_a_restart_is_not(
 def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path) -> None:
     first = node.trainer(root)
     run = first.open_run()
-    (agent,) = node.agents()
-    os.kill(agent, 9)
-    eventually("the end of the agent", lambda: not is_alive(agent))
+    kill_agent(first.client.agent_pid)
     first.find_agent()
-    first.client.open_run(run)
-    (successor,) = node.agents()
+    successor = first.client.agent_pid
 
     def is_renewed() -> bool:
         found = renewed(root, run.name)

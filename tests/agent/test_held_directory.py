@@ -5,6 +5,7 @@ The bind mounts are real; each has a mount namespace of its own that ends with i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -22,7 +23,14 @@ from megatron_flashckpt.file_format.file_names import ALIVE
 from tests.agent.conftest import Node
 from tests.support.processes import open_files
 from tests.support.stored import stored
-from tests.support.trainer import copy_tree, eventually, is_alive, new_save_id, remove_tree
+from tests.support.trainer import (
+    FakeTrainer,
+    copy_tree,
+    eventually,
+    is_alive,
+    new_save_id,
+    remove_tree,
+)
 
 _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 
@@ -37,7 +45,7 @@ def logs(node: Node) -> list[str]:
     return [log.read_text() for log in node.runtime_dir.iterdir()]
 
 
-def test_a_transient_error_leads_no_trainer_to_another_agent(
+def test_an_error_that_passes_leads_no_trainer_to_another_agent(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, the rank got a new agent, which lacked its checkpoint in memory."""
@@ -61,20 +69,24 @@ def test_an_error_that_passes_leaves_no_directory_unheld(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.mkdir()
-    opened, refused = HeldDirectory._opened, []
+    opened, answers = HeldDirectory._opened, iter([OSError(errno.ESTALE, "stale")])
 
     def refuse_once(held: HeldDirectory) -> tuple[int, str]:
-        if not refused:
-            refused.append(held)
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        if error := next(answers, None):
+            raise error
         return opened(held)
 
     monkeypatch.setattr(held_directory, "_LOOK_S", 0.01)
     monkeypatch.setattr(HeldDirectory, "_opened", refuse_once)
-    held = HeldDirectory(str(root), lambda: True)
-    eventually("the directory is held", lambda: held.identity == identity_of(str(root)))
-    assert refused
-    held.close()
+    with contextlib.closing(HeldDirectory(str(root), lambda: True)) as held:
+        eventually("the directory is held", lambda: held.identity == identity_of(str(root)))
+
+
+def held_by(trainer: FakeTrainer) -> int:
+    """Return the agent of a trainer, once it holds its directory."""
+    agent = trainer.client.agent_pid
+    eventually("the directory is held", lambda: str(trainer.root) in open_files(agent))
+    return agent
 
 
 def test_two_directories_mounted_at_one_path_have_separate_agents(
@@ -111,8 +123,7 @@ def test_a_directory_that_replaces_another_gets_another_agent(
     """The agent of a removed directory frees its memory after its trainers have gone."""
     first = node.trainer(root, config=node.config(grace_s=3.0))
     assert first.save(1).error is None
-    agent = first.client.agent_pid
-    eventually("the directory is held", lambda: str(root) in open_files(agent))
+    agent = held_by(first)
     root.rename(tmp_path / "away")
     second = node.trainer(root)
     assert second.client.agent_pid != agent
@@ -130,8 +141,7 @@ def test_what_storage_lacks_is_kept_longer_than_the_grace_unless_the_directory_w
     node: Node, root: Path, tmp_path: Path, is_removed: bool
 ) -> None:
     trainer = node.trainer(root, config=node.config(grace_s=2.0, commit_timeout_s=2.0))
-    agent = trainer.client.agent_pid
-    eventually("the directory is held", lambda: str(root) in open_files(agent))
+    agent = held_by(trainer)
     assert trainer.save(4).error is None
     assert trainer.keep(12).kept
     root.rename(tmp_path / "away")
@@ -156,9 +166,8 @@ def test_memory_outlives_a_new_device_number_of_its_directory(
 ) -> None:
     """A copy of the directory stands for a file system that is mounted again: it knows the run."""
     trainer = node.trainer(root)
-    agent = trainer.client.agent_pid
     trainer.open_run()
-    eventually("the directory is held", lambda: str(root) in open_files(agent))
+    agent = held_by(trainer)
     assert trainer.save(4).error is None
     assert trainer.keep(12).kept
     trainer.hang_up()
@@ -187,8 +196,7 @@ def test_a_job_prints_which_memory_of_another_directory_it_does_not_use(
 ) -> None:
     monkeypatch.setattr(connecting, "_MOVE_S", 0.1)
     trainer = node.trainer(root)
-    agent = trainer.client.agent_pid
-    eventually("the directory is held", lambda: str(root) in open_files(agent))
+    agent = held_by(trainer)
     assert trainer.keep(12).kept
     trainer.hang_up()
     root.rename(tmp_path / "away")
@@ -203,8 +211,7 @@ def test_an_agent_refuses_a_trainer_that_sees_another_directory(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = node.trainer(root)
-    agent, own = trainer.client.agent_pid, identity_of(str(root))
-    eventually("the directory is held", lambda: str(root) in open_files(agent))
+    agent, own = held_by(trainer), identity_of(str(root))
     monkeypatch.setattr(connecting, "identity_of", lambda root: "device 7:7, inode 7")
     with pytest.raises(AgentError) as refused:
         node.trainer(root)

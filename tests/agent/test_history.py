@@ -42,30 +42,22 @@ def test_manifest_and_history_hold_the_timings_of_a_save(node: Node, root: Path)
 
 def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
-    trainer.save(1)
-    save_id = new_save_id()
-    trainer.stage(2, save_id)
-    assert trainer.outcome().error is None
+    assert trainer.save(1).error is None
     save_id = new_save_id()
     (root / "iter_0000003" / shard_name(0, save_id)).mkdir(parents=True)
     failed = trainer.save(3, save_id)
     assert failed.error is not None
-    eventually("the line of the failure", lambda: len(saves_in(root)) == 3)
+    eventually("the line of the failure", lambda: len(saves_in(root)) == 2)
     assert [(line.iteration, line.error) for line in saves_in(root)] == [
         (1, None),
-        (2, None),
         (3, failed.error),
     ]
 
 
-def test_a_history_may_be_turned_off_or_be_unwritable(node: Node, root: Path) -> None:
+def test_a_history_may_be_turned_off(node: Node, root: Path) -> None:
     quiet = msgspec.structs.replace(node.config(), history=0)
     assert node.trainer(root, config=quiet).save(1).error is None
     assert not (root / HISTORY).exists()
-    other = root.with_name("other")
-    (other / HISTORY).parent.mkdir(parents=True)
-    (other / HISTORY).touch()
-    assert node.trainer(other).save(1).error is None
 
 
 def test_a_history_or_traces_that_hang_delay_no_result(

@@ -32,7 +32,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sent
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep a machine that gives the agent no core from counting as a stopped agent."""
     monkeypatch.setattr(agent_watch, "_SILENT_S", 600.0)
@@ -54,7 +54,6 @@ def counters(job: Job) -> tuple[AgentClient, Signals]:
     return shared[0], shared[1].signals
 
 
-@pytest.mark.usefixtures("patient")
 def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
     job: Job, root: Path, requests: list[str]
 ) -> None:
@@ -74,7 +73,6 @@ def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
         assert requests == [], "the save is pending, and nothing about it has changed"
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_result_is_reported_in_the_next_iteration(job: Job, requests: list[str]) -> None:
     for iteration in range(1, 6):
         job.stage(iteration)
@@ -88,7 +86,6 @@ def test_a_result_is_reported_in_the_next_iteration(job: Job, requests: list[str
         requests.clear()
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_rank_asks_until_the_agent_owes_all_saves_that_it_was_handed(
     job: Job, requests: list[str]
 ) -> None:
@@ -109,7 +106,6 @@ def test_a_rank_asks_until_the_agent_owes_all_saves_that_it_was_handed(
     assert (outcome.iteration, outcome.error) == (2, None)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_save_that_its_trainer_did_not_stage_is_news_when_it_ends(node: Node, root: Path) -> None:
     """The trainer has reconnected: it gets no result, and finds the save in storage."""
     trainer = node.trainer(root)

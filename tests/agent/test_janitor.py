@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.agent import janitor as module
-from megatron_flashckpt.agent.janitor import CommittedSave, Janitor, remove_own
+from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
 from megatron_flashckpt.catalog import iteration_files, retention
 from megatron_flashckpt.catalog.directory import later_run, run_numbers
 from megatron_flashckpt.catalog.lineage import History, Save, descent
@@ -58,7 +58,9 @@ from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.storage.posix_files import parse_temporary_name, temporary_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry, Store
+from tests.support.histories import committed_save
 from tests.support.memory_store import MemoryStore
+from tests.support.trainer import eventually
 
 DEADLINE_S = 100.0
 WORLD = 2
@@ -151,15 +153,7 @@ def committed(
     rules: Retention = Retention(),  # noqa: B008, frozen
     ancestors: Ancestors = (),
 ) -> CommittedSave:
-    return CommittedSave(
-        store=store,
-        iteration=named.iteration,
-        save_id=named.save_id,
-        history=History(named.run, ancestors),
-        rules=rules,
-        retain_interval=None,
-        previous=None,
-    )
+    return committed_save(store, named, History(named.run, ancestors), rules)
 
 
 class Clock:
@@ -267,6 +261,11 @@ class Job:
 KINDS = ("whole", "whole", "whole", "failed", "partial", "broken", "late end")
 
 
+def is_ahead(named: Save, last: CommittedSave) -> bool:
+    """Return whether a save of a run was begun after the last committed one."""
+    return named.order[1] > Save(last.iteration, last.save_id).order[1]
+
+
 def needed(
     job: Job, last: CommittedSave, tracked: int, pending: set[str], resumed: Save | None
 ) -> set[Save]:
@@ -278,11 +277,13 @@ def needed(
     kept |= {named for number, named in whole.items() if number > tracked}
     for named in job.saves:
         iteration = named.iteration
+        is_ended = end_of(job.store, named) is not None
         is_committed = end_of(job.store, named) is End.COMMITTED
         is_off = iteration not in whole and is_whole(job.store, named)
         if (
             named.save_id in pending
             or run_number(named.run) > run_number(last.history.run)
+            or (named.run == last.history.run and is_ahead(named, last) and not is_ended)
             or (is_committed and iteration > newest)
             or (is_committed and iteration == tracked and tracked not in whole)
             or (named == resumed and newest <= iteration)
@@ -318,7 +319,7 @@ def violations(rng: random.Random, make: Maker = Janitor) -> list[str]:
     if not is_whole(store, last):
         commit(store, last)
     if rng.random() < 0.2:  # a person has copied it from elsewhere
-        job.add(save(9, 10 * rng.randrange(1, 7)), "whole")
+        job.add(save(9, 10 * rng.randrange(1, 7)), rng.choice(KINDS))
     unended = [named.save_id for named in job.saves if end_of(store, named) is None]
     pending = {save_id for save_id in unended if rng.random() < 0.5}
     whole = [named for named in job.saves if is_whole(store, named)]
@@ -389,6 +390,8 @@ def violations(rng: random.Random, make: Maker = Janitor) -> list[str]:
         janitor = make(lambda: pending, DEADLINE_S, clock)
         with contextlib.suppress(KilledError):
             if rng.random() < 0.3:
+                own = [named for named in job.saves if named.run == run(count)]
+                own = [named for named in own if end_of(store, named) is None]
                 resumed_id = None if base is None else base.save_id
                 janitor.tidy_after_start(
                     store,
@@ -399,6 +402,8 @@ def violations(rng: random.Random, make: Maker = Janitor) -> list[str]:
                         iteration=0 if base is None else base.iteration,
                     ),
                 )
+                if any(end_of(store, named) is End.FAILED for named in own):
+                    bad.append("a start has ended a save of its own run")
             for _ in range(2):
                 janitor.tidy(done)
                 check("after a pass")
@@ -421,8 +426,7 @@ def violations(rng: random.Random, make: Maker = Janitor) -> list[str]:
         check("at last")
         clock.now += DEADLINE_S
     for named in job.saves:
-        is_ahead = named.run == last.run and named.order[1] > last.order[1]
-        if named not in must and names_of(store, named) and not is_ahead:
+        if named not in must and names_of(store, named):
             bad.append(f"{named} is left: {sorted(names_of(store, named))}")
     return bad
 
@@ -485,7 +489,17 @@ def test_each_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert any(violations(random.Random(seed), make=make) for seed in range(1500))
 
 
-# ---------------------------------------------------------------------- unfinished saves
+# ---------------------------------------------------------------------- examples
+
+ONE = Retention(latest=1)
+
+
+def commit_all(store: Store, *saves: Save, rules: Retention = ONE) -> CommittedSave:
+    """Commit saves; the tracker names the last one, after whose commit the janitor works."""
+    for named in saves:
+        commit(store, named)
+    track(store, saves[-1].iteration)
+    return committed(store, saves[-1], rules)
 
 
 def test_a_save_without_an_end_gets_a_failed_one_and_its_end_goes_last(
@@ -508,110 +522,44 @@ def test_a_save_without_an_end_gets_a_failed_one_and_its_end_goes_last(
     assert directories(store) == [iteration_dir(20)]
 
 
-@pytest.mark.parametrize("is_started", [True, False])
-def test_saves_that_this_agent_or_a_later_save_may_end_are_left(
-    store: Store, clock: Clock, is_started: bool
-) -> None:
-    pending, last, next_one = save(1, 10), save(2, 20), save(2, 30)
-    put_bulk(store, pending)
-    commit(store, last)
-    put_bulk(store, next_one, [1])  # another node was faster
-    # A person has removed 'flashckpt/' meanwhile, and with it the object of a later run.
-    later, failed = save(3, 40), save(3, 50)
-    put_bulk(store, later)
-    fail(store, failed)
-    left = {named: names_of(store, named) for named in (pending, next_one, later, failed)}
-    janitor = Janitor(lambda: {pending.save_id}, 0.0, clock)
-    if is_started:
-        janitor.tidy_after_start(store, RunObject(name=run(2)))
-    else:
-        janitor.tidy(committed(store, last))
-    assert {end_of(store, named) for named in (pending, next_one)} == {None}
-    assert {named: names_of(store, named) for named in left} == left
-
-
 def test_what_a_run_resumed_from_in_memory_stays_until_the_next_one_is_durable(
-    store: Store, clock: Clock
+    store: Store,
 ) -> None:
     """Its agents may still write it, and this one may not know of it yet."""
-    resumed, dead, later = save(1, 20), save(1, 30), save(2, 40)
+    resumed, later = save(1, 20), save(2, 40)
     ancestors = descent(resumed, ())
-    for named in (resumed, dead):
-        put_bulk(store, named)
-    janitor = Janitor(tuple, 0.0, clock)
-    start = RunObject(
-        name=run(2), ancestors=ancestors, save_id=resumed.save_id, iteration=20, source="memory"
-    )
-    janitor.tidy_after_start(store, start)
+    put_bulk(store, resumed)
+    janitor = Janitor()
+    janitor.tidy_after_start(store, RunObject(name=run(2), ancestors=ancestors))
     assert (end_of(store, resumed), len(names_of(store, resumed))) == (None, 4)
-    assert not names_of(store, dead)
     commit(store, later)
     janitor.tidy(committed(store, later, ancestors=ancestors))
     assert not names_of(store, resumed)
 
 
-class FullStore(MemoryStore):
-    """A store with room for so many bytes."""
-
-    nbytes = 10**9
-
-    def create(self, name: str, data: bytes) -> None:
-        if sum(map(len, self.objects.values())) + len(data) > self.nbytes:
-            raise StorageError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().create(name, data)
-
-
-@pytest.mark.parametrize("has_record", [True, False])
+@pytest.mark.parametrize("takes_the_room", [".record", ".safetensors"])
 def test_a_dead_save_gives_its_space_back_although_there_is_no_room_for_its_end(
-    clock: Clock, has_record: bool
+    takes_the_room: str,
 ) -> None:
-    store = FullStore()
     dead, last = save(1, 10), save(2, 20)
+
+    class Full(MemoryStore):
+        def create(self, name: str, data: bytes) -> None:
+            if any(dead.save_id in it and it.endswith(takes_the_room) for it in self.objects):
+                raise StorageError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().create(name, data)
+
+    store = Full()
     commit(store, last)
     put_bulk(store, dead)
-    record = path(dead, record_name(range(WORLD), dead.save_id))
-    if has_record:
-        store.put(record, bytes(1000))
-    else:
-        store.delete([record])
-        store.put(path(dead, shard_name(0, dead.save_id)), bytes(1000))
-    store.nbytes = sum(map(len, store.objects.values()))
-    Janitor(tuple, 0.0, clock).tidy(committed(store, last))
+    if takes_the_room != ".record":
+        store.delete([path(dead, record_name(range(WORLD), dead.save_id))])
+    Janitor().tidy(committed(store, last))
     assert not names_of(store, dead)
 
 
-def test_a_node_removes_its_own_files_of_a_failed_save_and_leaves_the_end(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    failed = save(1, 10)
-    store.put(end_path(failed), encode_failure(Failure(failed="the disk is full")))
-    for rank in range(4):
-        store.put(path(failed, shard_name(rank, failed.save_id)), bytes(10))
-    for ranks in (range(2), range(2, 4)):
-        store.put(path(failed, record_name(ranks, failed.save_id)), b"record")
-    store.put(path(failed, common_name(failed.save_id)), b"common")
-    remove_own(store, 10, failed.save_id, {2, 3})
-    assert names_of(store, failed) == {
-        *(shard_name(rank, failed.save_id) for rank in range(2)),
-        record_name(range(2), failed.save_id),
-        common_name(failed.save_id),
-        end_name(failed.save_id),
-    }
-    remove_own(store, 10, failed.save_id, {0, 1})
-    assert names_of(store, failed) == {end_name(failed.save_id)}
-    assert not caplog.records
-
-
-def test_a_start_removes_signs_of_life_of_former_runs(store: Store, clock: Clock) -> None:
-    for number in (1, 2, 3):
-        store.put(alive_file(run(number)), b"{}")
-    Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
-    assert [entry.name for entry in store.list(ALIVE)] == [run(2), run(3)]
-
-
-def test_a_start_removes_what_killed_writers_left_of_our_own_files(
-    clock: Clock, tmp_path: Path
-) -> None:
+def test_a_start_removes_what_overtaken_runs_left_of_our_own_files(tmp_path: Path) -> None:
+    """Its own agents may write their files at that moment."""
     store = PosixStore(tmp_path)
     events = [
         event_name(1.0, of) for number in (1, 2) for of in (run(number), save_name(run(number), 1))
@@ -620,112 +568,73 @@ def test_a_start_removes_what_killed_writers_left_of_our_own_files(
         store.put(name, b"{}")
         whole = tmp_path / name
         whole.with_name(temporary_name(whole.name)).write_bytes(b"{")
-    Janitor(tuple, 0.0, clock).tidy_after_start(store, RunObject(name=run(2)))
+    store.put(alive_file(run(3)), b"{}")
+    Janitor().tidy_after_start(store, RunObject(name=run(2)))
     left = {parse_temporary_name(path.name) for path in tmp_path.rglob(".*")}
-    of_this = {event.rpartition("/")[2] for event in events[2:]}
-    assert left == {run(2), "000002.json", *of_this}, "the run of this start may write them"
+    assert left == {run(2), "000002.json", *(event.rpartition("/")[2] for event in events[2:])}
+    assert [entry.name for entry in store.list(ALIVE)] == [run(2), run(3)]
     assert store.stat(TRACKED) is not None
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
 def test_records_go_after_the_commit_and_one_that_comes_back_with_the_next_one(
-    store: Store, clock: Clock
+    store: Store,
 ) -> None:
     """A node repeats a create whose answer was lost, after the janitor has deleted the record."""
     first, last = save(1, 10), save(1, 20)
-    janitor = Janitor(tuple, 0.0, clock)
+    janitor = Janitor()
     commit(store, first)
     janitor.tidy(committed(store, first))
     assert names_of(store, first) == expected_of(store, first)
     store.put(path(first, record_name(range(WORLD), first.save_id)), b"record")
-    commit(store, last)
-    janitor.tidy(committed(store, last))
+    janitor.tidy(commit_all(store, last, rules=Retention()))
     assert names_of(store, first) == expected_of(store, first)
 
 
-def test_a_removed_checkpoint_has_a_failed_end_that_says_so(store: Store, clock: Clock) -> None:
-    """A node that still waits for its end was not told yet that it was committed."""
+@pytest.mark.parametrize("reason", ["is pending here", "a command runs for it", "no tracker"])
+def test_a_checkpoint_in_use_stays_and_a_removed_one_says_so(store: Store, reason: str) -> None:
     first, last = save(1, 10), save(1, 20)
-    for named in (first, last):
-        commit(store, named)
+    done = commit_all(store, first, last)
+    in_use = {first.save_id}
+    commands: Any = SimpleNamespace(
+        is_due=lambda named: reason == "a command runs for it" and named.save_id in in_use
+    )
+    if reason == "no tracker":
+        store.delete([TRACKER])
+    pending = in_use if reason == "is pending here" else set()
+    janitor = Janitor(lambda: pending, DEADLINE_S, commands=commands)
+    janitor.tidy(done)
+    assert is_whole(store, first)
+    in_use.clear()
     track(store, 20)
-    janitor = Janitor(tuple, DEADLINE_S, clock)
-    janitor.tidy(committed(store, last, Retention(latest=1)))
+    janitor.tidy(done)
     assert names_of(store, first) == {end_name(first.save_id)}
-    assert decode_failure(store.get(end_path(first))).was_removed
+    assert decode_failure(store.get(end_path(first))).was_removed, "a late node reads this"
     assert is_whole(store, last)
 
 
-def test_a_checkpoint_that_is_pending_here_is_not_removed(store: Store, clock: Clock) -> None:
-    """Its end exists, but ranks of this node do not know it yet."""
-    first, last = save(1, 10), save(1, 20)
-    for named in (first, last):
-        commit(store, named)
-    track(store, 20)
-    pending = {first.save_id}
-    janitor = Janitor(lambda: pending, 0.0, clock)
-    janitor.tidy(committed(store, last, Retention(latest=1)))
-    assert is_whole(store, first)
-    pending.clear()
-    janitor.tidy(committed(store, last, Retention(latest=1)))
-    assert not is_whole(store, first)
-
-
-def test_a_checkpoint_stays_while_a_command_runs_for_it(store: Store, clock: Clock) -> None:
-    first, last = save(1, 10), save(1, 20)
-    for named in (first, last):
-        commit(store, named)
-    track(store, 20)
-    due = {first}
-    commands: Any = SimpleNamespace(is_due=lambda named: named in due)
-    janitor = Janitor(set, 0.0, clock, commands)
-    janitor.tidy(committed(store, last, Retention(latest=1)))
-    assert is_whole(store, first)
-    due.clear()
-    janitor.tidy(committed(store, last, Retention(latest=1)))
-    assert not is_whole(store, first)
-
-
-def test_a_command_is_taken_up_for_a_checkpoint_that_counts_alone(
-    store: Store, clock: Clock
-) -> None:
+def test_a_command_is_taken_up_for_a_checkpoint_that_counts_alone(store: Store) -> None:
     """Another run has left the marks, and only one of the checkpoints counts for the newest run."""
-    counts, lost, last = save(1, 10), save(1, 20), save(2, 30)
-    for named in (counts, lost, last):
-        commit(store, named)
+    counts, lost, last = saves = save(1, 10), save(1, 20), save(2, 30)
+    commit_all(store, *saves)
+    for named in saves:
         store.put(path(named, due_name(named.save_id)), b"")
-    track(store, 30)
     taken: list[Save] = []
     commands: Any = SimpleNamespace(is_due=taken.__contains__)
     commands.add = lambda _, named: taken.append(named)
-    Janitor(set, 0.0, clock, commands).tidy(
-        committed(store, last, Retention(latest=5), descent(counts, ()))
-    )
+    done = committed(store, last, Retention(latest=5), descent(counts, ()))
+    Janitor(commands=commands).tidy(done)
     assert sorted(taken) == [counts, last]
     assert due_name(lost.save_id) not in names_of(store, lost)
-
-
-def test_without_a_tracker_no_checkpoint_is_removed(store: Store, clock: Clock) -> None:
-    first, last = save(1, 10), save(1, 20)
-    for named in (first, last):
-        commit(store, named)
-    Janitor(tuple, 0.0, clock).tidy(committed(store, last, Retention(latest=1)))
-    assert is_whole(store, first)
 
 
 def test_files_are_missing_only_if_they_stay_missing(clock: Clock) -> None:
     """A listing may show the end of a save of another node before its shards."""
     store = MemoryStore()
     first, second, last = save(1, 10), save(1, 20), save(1, 30)
-    for named in (first, second, last):
-        commit(store, named)
-    track(store, 30)
+    done = commit_all(store, first, second, last, rules=Retention(latest=2))
     hidden = path(second, shard_name(1, second.save_id))
     shard = store.objects.pop(hidden)
     janitor = Janitor(tuple, DEADLINE_S, clock)
-    done = committed(store, last, Retention(latest=2))
     janitor.tidy(done)
     assert is_whole(store, first), "it counts in place of the other one"
     store.objects[hidden] = shard
@@ -741,62 +650,44 @@ def test_files_are_missing_only_if_they_stay_missing(clock: Clock) -> None:
 
 
 def test_an_end_that_cannot_be_read_keeps_its_save_and_is_named_once(
-    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged, last = save(1, 10), save(2, 20)
-    commit(store, damaged)
+    done = commit_all(store, damaged, last)
     store.put(end_path(damaged), b'{"digest":"0123456789abcdef","version":2}')
-    commit(store, last)
-    track(store, 20)
-    janitor = Janitor(tuple, 0.0, clock)
+    janitor = Janitor()
     for _ in range(3):
-        janitor.tidy(committed(store, last, Retention(latest=1)))
+        janitor.tidy(done)
     assert len(names_of(store, damaged)) == 5
     assert caplog.text.count("its end cannot be read") == 1
 
 
 def test_a_metric_that_no_checkpoint_has_removes_none_and_is_logged(
-    store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+    store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other, first, last = save(1, 5), save(2, 10), save(2, 20)
-    for named in (other, first, last):
-        commit(store, named, metrics={"loss": 1.0})
-    track(store, 20)
-    rules = Retention(best=Best(metric="los"))
-    Janitor(tuple, 0.0, clock).tidy(committed(store, last, rules))
-    assert [is_whole(store, named) for named in (other, first, last)] == [True] * 3
+    saves = save(1, 5), save(2, 10), save(2, 20)
+    Janitor().tidy(commit_all(store, *saves, rules=Retention(best=Best(metric="los"))))
+    assert all(is_whole(store, named) for named in saves)
     assert "no checkpoint has the metric 'los'" in caplog.text
 
 
-def test_an_error_of_one_removal_stops_no_other(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_of_one_removal_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
     stuck, other, last = save(1, 10), save(1, 20), save(1, 30)
 
     class Stuck(MemoryStore):
-        is_stuck = True
-
         def delete(self, names: Iterable[str]) -> None:
             names = list(names)
-            if self.is_stuck and any(stuck.save_id in name for name in names):
+            if any(stuck.save_id in name for name in names):
                 raise StorageError("cannot delete (Operation not permitted)")
             super().delete(names)
 
     store = Stuck()
-    for named in (stuck, other, last):
-        commit(store, named)
-    track(store, 30)
-    janitor = Janitor(tuple, 0.0, clock)
-    janitor.tidy(committed(store, last, Retention(latest=1)))
+    Janitor().tidy(commit_all(store, stuck, other, last))
     assert "cannot remove files of iteration 10: cannot delete" in caplog.text
     assert [is_whole(store, stuck), bool(names_of(store, other))] == [True, False]
-    store.is_stuck = False
-    for _ in range(2):
-        janitor.tidy(committed(store, last, Retention(latest=1)))
-    assert directories(store) == [iteration_dir(30)]
 
 
-def test_a_deletion_that_took_effect_with_an_error_leaves_nothing(clock: Clock) -> None:
+def test_a_deletion_that_took_effect_with_an_error_leaves_nothing() -> None:
     """Nor does the checkpoint count any more, for rules that would keep it."""
     first, last = save(1, 10), save(1, 20)
 
@@ -808,11 +699,8 @@ def test_a_deletion_that_took_effect_with_an_error_leaves_nothing(clock: Clock) 
             if is_lost:
                 raise StorageError("no answer")
 
-    store = LosesAnAnswer()
-    for named in (first, last):
-        commit(store, named)
-    track(store, 20)
-    janitor = Janitor(tuple, 0.0, clock)
+    store, janitor = LosesAnAnswer(), Janitor()
+    commit_all(store, first, last)
     for latest in (2, 2, 1, 2, 2):  # the directories are settled when the first one expires
         janitor.tidy(committed(store, last, Retention(latest=latest)))
     assert directories(store) == [iteration_dir(20)]
@@ -822,15 +710,14 @@ def test_a_deletion_that_took_effect_with_an_error_leaves_nothing(clock: Clock) 
 
 
 def test_links_renamed_directories_and_foreign_files_stay(
-    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The checkpoint in the renamed directory takes no place among the latest ones."""
     root, elsewhere = tmp_path / "save", tmp_path / "elsewhere"
     store = PosixStore(root)
-    gone, linked, renamed, last = save(1, 10), save(1, 20), save(1, 30), save(2, 50)
-    for named in (gone, linked, renamed, last):
-        commit(store, named)
-    put_bulk(store, save(1, 30, sequence=99))  # a dead save next to the renamed checkpoint
-    track(store, 50)
+    gone, linked, kept, renamed, last = (save(1, iteration) for iteration in (10, 20, 25, 30, 50))
+    done = commit_all(store, gone, linked, kept, renamed, last, rules=Retention(latest=2))
+    put_bulk(store, save(1, 30, sequence=29))  # a dead save next to the renamed checkpoint
     (root / iteration_dir(20)).rename(elsewhere)
     (root / iteration_dir(20)).symlink_to(elsewhere)
     (root / iteration_dir(30)).rename(root / iteration_dir(40))
@@ -849,15 +736,16 @@ def test_links_renamed_directories_and_foreign_files_stay(
     shard.rename(tmp_path / "moved")
     shard.symlink_to(tmp_path / "moved")
     before = {file: file.read_bytes() for file in (*elsewhere.iterdir(), tmp_path / "moved")}
-    kept = sorted(os.listdir(root / iteration_dir(40)))
-    janitor = Janitor(tuple, 0.0, clock)
+    moved = sorted(os.listdir(root / iteration_dir(40)))
+    janitor = Janitor()
     for _ in range(3):
-        janitor.tidy(committed(store, last, Retention(latest=1)))
+        janitor.tidy(done)
     assert {name: (root / name).read_bytes() for name in others} == others
     assert {file: file.read_bytes() for file in before} == before
     assert (root / iteration_dir(20)).is_symlink()
-    assert sorted(os.listdir(root / iteration_dir(40))) == kept
+    assert sorted(os.listdir(root / iteration_dir(40))) == moved
     assert sorted(os.listdir(root / iteration_dir(10))) == [shard.name, "notes.txt"]
+    assert is_whole(store, kept)
     told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert told == [
         f"{root}/iter_0000020: is a symbolic link; nothing in it is removed",
@@ -868,51 +756,39 @@ def test_links_renamed_directories_and_foreign_files_stay(
     ]
 
 
-def test_a_checkpoint_in_a_renamed_directory_takes_no_other_one_s_place(
-    tmp_path: Path, clock: Clock
-) -> None:
-    store = PosixStore(tmp_path)
-    first, renamed, last = save(1, 10), save(1, 30), save(1, 50)
-    for named in (first, renamed, last):
-        commit(store, named)
-    track(store, 50)
-    (tmp_path / iteration_dir(30)).rename(tmp_path / iteration_dir(40))
-    Janitor(tuple, 0.0, clock).tidy(committed(store, last, Retention(latest=2)))
-    assert is_whole(store, first)
-    assert is_whole(store, last)
-
-
 def test_files_that_nfs_keeps_for_a_reader_stay_and_are_named_once(
-    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    store = PosixStore(tmp_path)
-    gone, last = save(1, 10), save(1, 20)
-    for named in (gone, last):
-        commit(store, named)
-    track(store, 20)
+    done = commit_all(PosixStore(tmp_path), save(1, 10), save(1, 20))
     open_elsewhere = tmp_path / iteration_dir(10) / ".nfs000000000012ab3400000001"
     open_elsewhere.touch()
-    janitor = Janitor(tuple, 0.0, clock)
+    janitor = Janitor()
     for _ in range(4):
-        janitor.tidy(committed(store, last, Retention(latest=1)))
+        janitor.tidy(done)
     assert os.listdir(tmp_path / iteration_dir(10)) == [open_elsewhere.name]
     assert caplog.text.count(open_elsewhere.name) == 1
     assert "other programs" not in caplog.text
     open_elsewhere.unlink()
-    janitor.tidy(committed(store, last, Retention(latest=1)))
+    janitor.tidy(done)
     assert not (tmp_path / iteration_dir(10)).exists()
 
 
-def test_files_of_a_killed_writer_go_with_the_directory(tmp_path: Path, clock: Clock) -> None:
-    store = PosixStore(tmp_path)
-    dead, last = save(1, 10), save(2, 20)
-    commit(store, last)
+def test_an_empty_directory_and_files_of_a_killed_writer_go_when_a_checkpoint_has_passed_them(
+    tmp_path: Path,
+) -> None:
+    """A process was killed before it had written a file; the first look comes at the start."""
+    store, dead, last, later = PosixStore(tmp_path), save(1, 5), save(2, 20), save(2, 40)
     put_bulk(store, dead)
-    (tmp_path / iteration_dir(10) / f".{end_name(dead.save_id)}.0123abcd.tmp").touch()
-    janitor = Janitor(tuple, 0.0, clock)
-    janitor.tidy(committed(store, last))
-    assert directories(store) == [iteration_dir(20)]
+    (tmp_path / iteration_dir(5) / f".{end_name(dead.save_id)}.0123abcd.tmp").touch()
+    for iteration in (10, 30):
+        (tmp_path / iteration_dir(iteration)).mkdir()
+    janitor = Janitor()
+    janitor.tidy_after_start(store, RunObject(name=run(2)))
+    janitor.tidy(commit_all(store, last))
+    assert directories(store) == [iteration_dir(20), iteration_dir(30)]
+    janitor.tidy(commit_all(store, later, rules=Retention()))
+    assert directories(store) == [iteration_dir(20), iteration_dir(40)]
 
 
 # ---------------------------------------------------------------------- costs, and the thread
@@ -940,20 +816,15 @@ class CountingStore(MemoryStore):
         return super().get(name, offset, nbytes)
 
 
-def test_a_directory_is_listed_until_a_look_finds_nothing_and_a_manifest_read_once(
-    clock: Clock,
-) -> None:
+def test_a_directory_is_listed_until_a_look_finds_nothing_and_a_manifest_read_once() -> None:
     store = CountingStore()
     saves = [save(1, iteration) for iteration in range(10, 60, 10)]
-    for named in saves:
-        commit(store, named)
-    track(store, 50)
-    janitor = Janitor(tuple, DEADLINE_S, clock)
+    done = commit_all(store, *saves, rules=Retention(latest=9))
+    janitor = Janitor(deadline_s=DEADLINE_S)
     for _ in range(3):
-        janitor.tidy(committed(store, saves[-1], Retention(latest=9)))
+        janitor.tidy(done)
     listed = [iteration_dir(named.iteration) for named in saves]
-    committed_here = iteration_dir(50)
-    assert sorted(store.listed) == sorted([*listed, *listed, committed_here])
+    assert sorted(store.listed) == sorted([*listed, *listed, listed[-1]])
     assert store.read.count(None) == 5
     store.listed.clear()
     store.read.clear()
@@ -962,26 +833,20 @@ def test_a_directory_is_listed_until_a_look_finds_nothing_and_a_manifest_read_on
     assert all(nbytes is not None and nbytes < 100 for nbytes in store.read), "heads only"
 
 
-def test_a_checkpoint_that_another_agent_has_removed_counts_no_more(clock: Clock) -> None:
-    store = MemoryStore()
-    first, second, last = save(1, 10), save(1, 20), save(1, 30)
-    for named in (first, second, last):
-        commit(store, named)
-    track(store, 30)
-    janitor = Janitor(tuple, DEADLINE_S, clock)
-    janitor.tidy(committed(store, last))
+def test_a_checkpoint_that_another_agent_has_removed_counts_no_more(store: Store) -> None:
+    first, second, last, later = (save(1 + n // 4, 10 * n) for n in range(1, 5))
+    janitor = Janitor(deadline_s=DEADLINE_S)
+    janitor.tidy(commit_all(store, first, second, last, rules=Retention()))
     store.put(end_path(second), encode_failure(Failure(failed="removed")))
     start = RunObject(name=run(2), ancestors=descent(last, ()), save_id=last.save_id, iteration=30)
     janitor.tidy_after_start(store, start)
-    later = save(2, 40)
-    commit(store, later)
-    track(store, 40)
+    commit_all(store, later)
     janitor.tidy(committed(store, later, Retention(latest=3), start.ancestors))
     assert is_whole(store, first)
 
 
 def test_the_thread_outlives_an_error_and_does_not_hold_up_the_end(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
@@ -991,40 +856,15 @@ def test_the_thread_outlives_an_error_and_does_not_hold_up_the_end(
             assert go_on.wait(60.0)
             super().delete(names)
 
-    class Broken(MemoryStore):
-        def list(self, directory: str, *, sizes: bool = True) -> list[Entry]:
-            raise RuntimeError("a mistake")
-
-    store = Hanging()
-    dead, last = save(1, 10), save(2, 20)
+    store, dead, last = Hanging(), save(1, 10), save(2, 20)
     put_bulk(store, dead)
     commit(store, last)
-    janitor = Janitor(set, 0.0, clock)
-    janitor.after_commit(committed(Broken(), last))
+    janitor = Janitor()
+    broken: Any = None
+    janitor.after_commit(committed(broken, last))
     janitor.after_commit(committed(store, last))
     assert begun.wait(60.0)
-    removing = janitor._worker._thread
-    assert removing is not None
     janitor.close(0.0)
     go_on.set()
-    removing.join(60.0)
-    assert not names_of(store, dead)
+    eventually("the removal", lambda: not names_of(store, dead))
     assert "obsolete files were not removed" in caplog.text
-
-
-def test_an_empty_directory_goes_when_a_checkpoint_has_passed_it(
-    tmp_path: Path, clock: Clock
-) -> None:
-    """A process was killed before it had written a file; the first look comes at the start."""
-    store, last = PosixStore(tmp_path), save(2, 20)
-    (tmp_path / iteration_dir(10)).mkdir()
-    (tmp_path / iteration_dir(30)).mkdir()
-    janitor = Janitor(tuple, DEADLINE_S, clock)
-    janitor.tidy_after_start(store, RunObject(name=run(2)))
-    commit(store, last)
-    janitor.tidy(committed(store, last))
-    assert directories(store) == [iteration_dir(20), iteration_dir(30)]
-    later = save(2, 40)
-    commit(store, later)
-    janitor.tidy(committed(store, later))
-    assert iteration_dir(30) not in directories(store)

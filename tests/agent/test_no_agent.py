@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.pending_saves import PendingSaves
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, eventually, kill_agent, new_save_id
+from tests.support.trainer import eventually, kill_agent, new_save_id
 
 END = f"{file_names.iteration_dir(5)}/{{}}.end"
 #: The commit timeout of these agents is 60 s.
@@ -73,17 +74,6 @@ class Rank:
         self.link.close(leave=False)
 
 
-@pytest.fixture
-def ranks(
-    node: Node, other_node: Node, root: Path, request: pytest.FixtureRequest
-) -> Iterator[tuple[Rank, FakeTrainer]]:
-    """The rank `request.param`, and the other rank as a trainer on another node."""
-    made = Rank(node, root, request.param)
-    config = other_node.config(commit_timeout_s=60.0)
-    yield made, other_node.trainer(root, 1 - request.param, 2, config=config)
-    made.close()
-
-
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no rank of this process find an agent from now on."""
 
@@ -93,16 +83,19 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_connection, "connect", no_connection)
 
 
-both_ranks = pytest.mark.parametrize("ranks", [0, 1], indirect=True)
-
-
-@both_ranks
-@pytest.mark.parametrize("has_thread", [True, False])
+@pytest.mark.parametrize(("rank", "has_thread"), [(0, True), (1, True), (0, False)])
 def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
-    ranks: tuple[Rank, FakeTrainer], monkeypatch: pytest.MonkeyPatch, *, has_thread: bool
+    node: Node,
+    other_node: Node,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    *,
+    has_thread: bool,
 ) -> None:
     """No later save comes, and no other agent starts; at the exit no thread starts either."""
-    lonely, other = ranks
+    lonely = Rank(node, root, rank)
+    other = other_node.trainer(root, 1 - rank, 2, config=other_node.config(commit_timeout_s=60.0))
     start = threading.Thread.start
 
     def start_others(thread: threading.Thread) -> None:
@@ -117,10 +110,11 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     other.stage(1, save_id)
     refuse(monkeypatch)
     lonely.kill_agent()
-    assert lonely.failure() == f"rank {lonely.rank}: no agent answered", "what the end says"
+    assert lonely.failure() == f"rank {rank}: no agent answered", "what the end says"
     error = other.outcome(SOON_S).error or ""
-    assert error.startswith(f"rank {lonely.rank}: ")
+    assert error.startswith(f"rank {rank}: ")
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
+    lonely.close()
 
 
 def test_a_save_that_no_agent_got_is_called_off_while_an_agent_is_sought(
@@ -205,50 +199,42 @@ def orphan(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     made.close()
 
 
-class Troubled(PosixStore):
-    """Storage whose reads report an error that may pass, `errors` times."""
+def troubled(root: Path, monkeypatch: pytest.MonkeyPatch, errors: int) -> None:
+    """Let the next `errors` reads of the rank report an error that may pass."""
+    storage, left = PosixStore(root), iter(range(errors))
+    get = storage.get
 
-    errors = 0
-
-    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        if self.errors:
-            self.errors -= 1
+    def answer(name: str, *where: Any) -> bytes:
+        if next(left, None) is not None:
             raise StorageError(errno.ESTALE, f"{name}: {os.strerror(errno.ESTALE)}")
-        return super().get(name, offset, nbytes)
+        return get(name, *where)
 
-
-def test_a_committed_save_is_no_failure_if_its_end_is_unreadable_for_a_moment(
-    orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank, save_id = orphan
-    storage = Troubled(root)
-    storage.errors = 5
+    monkeypatch.setattr(storage, "get", answer)
     monkeypatch.setattr(pending_saves, "open_store", lambda _: storage)
-    (outcome,) = eventually("a result of the save", rank.saves.poll)
-    assert (outcome.save_id, outcome.error) == (save_id, None)
-    assert storage.errors == 0
-    assert not rank.saves
 
 
-def test_nothing_is_known_of_a_save_while_its_file_system_is_not_mounted(
-    orphan: tuple[Rank, str], root: Path
+@pytest.mark.parametrize("trouble", ["errors that pass", "its file system is not mounted"])
+def test_a_committed_save_is_no_failure_if_its_end_is_unreadable_for_a_moment(
+    orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     rank, save_id = orphan
-    with bare_mount_point(root):
-        for _ in range(20):
-            assert rank.saves.poll() == []
-            time.sleep(0.02)
+    if trouble == "errors that pass":
+        troubled(root, monkeypatch, errors=5)
+    else:
+        with bare_mount_point(root):
+            for _ in range(20):
+                assert rank.saves.poll() == []
+                time.sleep(0.02)
     (outcome,) = eventually("a result of the save", rank.saves.poll)
     assert (outcome.save_id, outcome.error) == (save_id, None)
+    assert not rank.saves
 
 
 def test_an_end_that_stays_unreadable_ends_the_wait(
     orphan: tuple[Rank, str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, save_id = orphan
-    storage = Troubled(root)
-    storage.errors = 10**9
-    monkeypatch.setattr(pending_saves, "open_store", lambda _: storage)
+    troubled(root, monkeypatch, errors=10**9)
     monkeypatch.setattr(NodeLink, "commit_timeout_s", 0.3)
     error = rank.failure()
     assert error.startswith("no agent answered; it may still have been committed: ")

@@ -22,48 +22,31 @@ DIRECTORY = file_names.iteration_dir(5)
 
 
 class Disk:
-    """Data that survives a loss of power: contents by inode, and names with their inodes."""
+    """Data that survives a loss of power: contents by inode, and names with their inodes.
 
-    def __init__(self) -> None:
-        self.contents: set[int] = set()
-        self.names: set[tuple[str, int]] = set()
-
-    def note(self, fd: int) -> None:
-        where = os.readlink(f"/proc/self/fd/{fd}")
-        if os.path.isdir(where):
-            self.names |= {(entry.path, entry.inode()) for entry in os.scandir(where)}
-        else:
-            self.contents.add(os.fstat(fd).st_ino)
-
-    def keeps(self, path: Path) -> bool:
-        inode = path.stat().st_ino
-        return inode in self.contents and (str(path), inode) in self.names
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    noted = Disk()
-
-    def noting(call: Callable[[int], None]) -> Callable[[int], None]:
-        def wrapper(fd: int) -> None:
-            call(fd)
-            noted.note(fd)
-
-        return wrapper
-
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, noting(getattr(os, name)))
-    return noted
-
-
-class Checks:
-    """Runs a check right before a file gets its name; each runs once."""
+    Runs a check right before a file gets its name; each runs once.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.before: dict[str, Callable[[], list[str]]] = {}
         self.problems: list[str] = []
+        self._contents: set[int] = set()
+        self._names: set[tuple[str, int]] = set()
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, self._noting(getattr(os, name)))
         for name in ("link", "replace"):
             monkeypatch.setattr(os, name, self._checking(getattr(os, name)))
+
+    def _noting(self, call: Callable[[int], None]) -> Callable[[int], None]:
+        def wrapper(fd: int) -> None:
+            call(fd)
+            where = os.readlink(f"/proc/self/fd/{fd}")
+            if os.path.isdir(where):
+                self._names |= {(entry.path, entry.inode()) for entry in os.scandir(where)}
+            else:
+                self._contents.add(os.fstat(fd).st_ino)
+
+        return wrapper
 
     def _checking(self, call: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
         def wrapper(source: Path, target: Path) -> None:
@@ -72,22 +55,22 @@ class Checks:
 
         return wrapper
 
-
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
-    return Checks(monkeypatch)
+    def keeps(self, path: Path) -> bool:
+        inode = path.stat().st_ino
+        return inode in self._contents and (str(path), inode) in self._names
 
 
 def test_a_checkpoint_is_durable_before_the_tracker_names_it(
-    node: Node, root: Path, disk: Disk, checks: Checks
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    disk = Disk(monkeypatch)
     shard, end = file_names.shard_name(0, SAVE), file_names.end_name(SAVE)
     common = file_names.common_name(SAVE)
 
     def lost(*names: str) -> list[str]:
         return [name for name in names if not disk.keeps(root / DIRECTORY / name)]
 
-    checks.before |= {
+    disk.before |= {
         file_names.record_name(range(1), SAVE): lambda: lost(shard),
         end: lambda: lost(shard, common),
         file_names.TRACKER: lambda: lost(shard, common, end),
@@ -97,6 +80,6 @@ def test_a_checkpoint_is_durable_before_the_tracker_names_it(
     }
     with agent_here(node, root):
         assert node.trainer(root).save(5, SAVE).error is None
-    assert checks.before == {}, "all checks have run"
-    assert checks.problems == []
+    assert disk.before == {}, "all checks have run"
+    assert disk.problems == []
     assert disk.keeps(root / file_names.TRACKER)

@@ -74,6 +74,12 @@ def test_ranks_of_all_nodes_learn_of_one_request_after_the_other(
 ) -> None:
     store, run = PosixStore(root), trainers[0].run
     assert run is not None
+
+    def shown() -> alive.Alive:
+        sign = alive.read(store, run.name)
+        assert sign is not None
+        return sign
+
     for iteration in (900, 700):
         store.create(request_file(run.name, iteration), b"")
     for trainer in trainers:
@@ -81,28 +87,13 @@ def test_ranks_of_all_nodes_learn_of_one_request_after_the_other(
         assert trainer.slab is not None
         trainer.slab.signals.trained = 700
         eventually("the later request", lambda t=trainer: save_at(t) == 900)
+    eventually("how far rank 0 has trained", lambda: shown().trained == 700)
+    assert shown().looks_every_s > 0
     later = trainers[0].open_run()
     eventually("the end of the request with its run", lambda: save_at(trainers[0]) == 0)
     trainers[1].join(later)
     assert save_all(trainers, 2) == [None, None]
     eventually("the removal", lambda: not list((root / ALIVE).glob(f"{run.name}.*")))
-
-
-def test_a_sign_of_life_tells_how_far_rank_0_has_trained(
-    trainers: list[FakeTrainer], root: Path
-) -> None:
-    store, run = PosixStore(root), trainers[0].run
-    assert run is not None
-    assert trainers[0].slab is not None
-    trainers[0].slab.signals.trained = 100
-
-    def shown() -> alive.Alive:
-        sign = alive.read(store, run.name)
-        assert sign is not None
-        return sign
-
-    eventually("the iteration", lambda: shown().trained == 100)
-    assert shown().looks_every_s > 0
 
 
 def test_no_pause_makes_an_iteration_seem_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,60 +175,56 @@ def training(trainers: list[FakeTrainer], save: Callable[[int], object]) -> Iter
         thread.join()
 
 
-def test_the_command_tells_why_the_save_failed(
-    trainers: list[FakeTrainer], root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(iteration: int) -> None:
-        trainers[1].call_off(iteration, asked_name(trainers, iteration), "no memory for it")
-
-    with training(trainers, fail):
-        assert main(["save-now", str(root)]) == 1
-    assert capsys.readouterr().err.endswith(" was not saved: rank 1: no memory for it\n")
-
-
 @pytest.mark.parametrize(
-    ("trains", "agents_look", "message"),
+    ("ranks", "message"),
     [
-        (True, True, " heard of the request too late"),
-        (True, False, "the request came too late"),
-        (False, False, "its loop does not take requests"),
+        ("fail", " was not saved: rank 1: no memory for it\n"),
+        ("leave", "has ended without this save"),
+        ("train on", " heard of the request too late"),
+        ("train on unheard", "the request came too late"),
+        ("stand still", "its loop does not take requests"),
     ],
 )
-def test_a_command_that_no_rank_follows_ends(
+def test_a_command_ends_whatever_the_ranks_do(
     trainers: list[FakeTrainer],
     root: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    *,
-    trains: bool,
-    agents_look: bool,
+    ranks: str,
     message: str,
 ) -> None:
+    def act(iteration: int) -> None:
+        if ranks == "fail":
+            trainers[1].call_off(iteration, asked_name(trainers, iteration), "no memory for it")
+        elif ranks == "leave":
+            for trainer in trainers:
+                trainer.hang_up()
+
     monkeypatch.setattr("megatron_flashckpt.cli.save_now._PATIENCE_S", 1.0)
-    if not agents_look:
+    if ranks == "train on unheard":
         monkeypatch.setattr(SaveRequests, "look", lambda _: None)
-    with training(trainers, lambda _: None) if trains else contextlib.nullcontext():
+    with training(trainers, act) if ranks != "stand still" else contextlib.nullcontext():
         assert main(["save-now", str(root)]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_a_request_stays_until_every_rank_has_trained_its_iteration(
-    trainers: list[FakeTrainer], root: Path
+def test_a_request_stays_until_every_rank_of_the_node_has_trained_its_iteration(
+    node: Node, root: Path
 ) -> None:
     """Ranks complete an iteration one after the other; the last one must still find the request."""
-    first, last = trainers
-    assert first.run is not None
-    assert first.slab is not None
-    assert last.slab is not None
-    first.slab.signals.trained = last.slab.signals.trained = 49
-    PosixStore(root).create(request_file(first.run.name, 50), b"")
-    eventually("the request", lambda: save_at(last) == 50)
-    first.slab.signals.trained = 50
-    PosixStore(root).create(request_file(first.run.name, 70), b"")
-    time.sleep(0.5)  # several looks
-    assert save_at(last) == 50
-    last.slab.signals.trained = 50
-    eventually("the next request", lambda: save_at(last) == 70)
+    with agent_here(node, root):
+        first, last = ranks = [node.trainer(root, rank, 2) for rank in range(2)]
+        run = first.open_run()
+        last.join(run)
+        assert save_all(ranks, 1) == [None, None]
+        assert first.slab is not None
+        assert last.slab is not None
+        first.slab.signals.trained, last.slab.signals.trained = 50, 49
+        for iteration in (50, 70):
+            PosixStore(root).create(request_file(run.name, iteration), b"")
+        eventually("the request", lambda: save_at(last) == 50)
+        last.slab.signals.trained = 50
+        eventually("the next request", lambda: save_at(last) == 70)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["nothing", "a save in memory"])
@@ -281,18 +268,6 @@ def test_a_second_command_waits_for_the_save_of_the_first(
     assert first.startswith(f"iteration {iteration} will be saved, in ")
     assert second == f"iteration {iteration} is requested already"
     assert saved == f"iter_{int(iteration):07d}: saved"
-
-
-def test_the_end_of_the_run_ends_the_command(
-    trainers: list[FakeTrainer], root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def leave(_: int) -> None:
-        for trainer in trainers:
-            trainer.hang_up()
-
-    with training(trainers, leave):
-        assert main(["save-now", str(root)]) == 1
-    assert "has ended without this save" in capsys.readouterr().err
 
 
 def test_nothing_is_requested_where_no_job_trains(

@@ -24,14 +24,11 @@ from tests.support.trainer import (
 )
 
 
-def start(
-    node: Node, other_node: Node, root: Path, nodes: int, **agent: float
-) -> list[FakeTrainer]:
-    """Return two ranks on the given number of nodes."""
-    where = (node, node) if nodes == 1 else (node, other_node)
+def start(root: Path, *nodes: Node, **agent: float) -> list[FakeTrainer]:
+    """Return a rank on each of the nodes."""
     return [
         place.trainer(root, rank, 2, config=place.config(**{"grace_s": 0.3, **agent}))
-        for rank, place in enumerate(where)
+        for rank, place in enumerate(nodes)
     ]
 
 
@@ -48,7 +45,7 @@ def fail(trainers: list[FakeTrainer], root: Path, iteration: int) -> Path:
 def test_a_failed_save_is_written_if_storage_works_when_the_trainers_left(
     node: Node, other_node: Node, root: Path, nodes: int, leave: bool
 ) -> None:
-    trainers = start(node, other_node, root, nodes)
+    trainers = start(root, node, node if nodes == 1 else other_node)
     agents = [trainer.client.agent_pid for trainer in trainers]
     assert save_all(trainers, 1) == [None, None]
     fail(trainers, root, 2).unlink()
@@ -63,7 +60,7 @@ def test_a_failed_save_is_written_if_storage_works_when_the_trainers_left(
 def test_an_agent_leaves_when_its_time_is_over_and_storage_still_fails(
     node: Node, root: Path
 ) -> None:
-    trainers = start(node, node, root, 1, keep_unwritten_s=10.0)
+    trainers = start(root, node, node, keep_unwritten_s=10.0)
     agent = trainers[0].client.agent_pid
     assert save_all(trainers, 1) == [None, None]
     obstacle = fail(trainers, root, 2)
@@ -88,7 +85,7 @@ def test_agents_try_again_until_storage_takes_the_only_copy(
     """No end can be written meanwhile, so all nodes stay at one name."""
     monkeypatch.setattr(server, "_AGAIN_S", 0.3)
     with agent_here(node, root), agent_here(other_node, root):
-        trainers = start(node, other_node, root, 2)
+        trainers = start(root, node, other_node)
         assert save_all(trainers, 1) == [None, None]
         obstacle = fail(trainers, root, 2)
         for trainer in trainers:

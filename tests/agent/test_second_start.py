@@ -118,17 +118,12 @@ def _save_after(root: Path, config: Config, former: int) -> None:
 # ---------------------------------------------------------------------- the served process
 
 
-REFUSED = "refused"
-
-
 @pytest.mark.parametrize(
     "greetings",
     [
-        [
-            *((OLDER, None), (OLDER, None)),  # it has reconnected
-            *((NEWER, OLDER), (OLDER, REFUSED), (NEWER, None)),
-        ],
-        [(NEWER, None), (OLDER, REFUSED), (OLDER, REFUSED)],
+        # The first process has reconnected before the second one started.
+        [(OLDER, None), (OLDER, None), (NEWER, OLDER), (OLDER, "refused"), (NEWER, None)],
+        [(NEWER, None), (OLDER, "refused"), (OLDER, "refused")],
     ],
     ids=["in order", "at a new agent, in any order"],
 )
@@ -136,14 +131,20 @@ def test_the_process_that_started_last_is_served(
     greetings: list[tuple[RankProcess, RankProcess | str | None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(RankProcess, "is_alive", True)
+    """Even after it has ended."""
+    alive = {OLDER, NEWER}
+    monkeypatch.setattr(RankProcess, "is_alive", property(lambda process: process in alive))
     incarnations = Incarnations()
     for process, former in greetings:
-        if former == REFUSED:
+        if former == "refused":
             with pytest.raises(ReplacedError, match="process 22 "):
                 incarnations.greet(process, left=False)
         else:
             assert incarnations.greet(process, left=False) == former
+    alive.remove(NEWER)
+    with pytest.raises(ReplacedError):
+        incarnations.greet(OLDER, left=False)
+    assert incarnations.greet(RankProcess(3, 33), left=False) is None
 
 
 def test_a_process_that_ended_as_planned_does_not_count_as_former(
@@ -153,20 +154,6 @@ def test_a_process_that_ended_as_planned_does_not_count_as_former(
     incarnations = Incarnations()
     incarnations.greet(OLDER, left=False)
     assert incarnations.greet(NEWER, left=True) is None
-
-
-def test_a_replaced_process_is_refused_even_after_its_successor_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    alive = {OLDER, NEWER}
-    monkeypatch.setattr(RankProcess, "is_alive", property(lambda process: process in alive))
-    incarnations = Incarnations()
-    incarnations.greet(OLDER, left=False)
-    incarnations.greet(NEWER, left=False)
-    alive.remove(NEWER)
-    with pytest.raises(ReplacedError):
-        incarnations.greet(OLDER, left=False)
-    assert incarnations.greet(RankProcess(3, 33), left=False) is None
 
 
 def test_a_process_with_a_reused_pid_counts_as_another() -> None:

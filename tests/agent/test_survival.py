@@ -59,9 +59,12 @@ def test_an_agent_ends_at_once_when_all_ranks_have_left(node: Node, root: Path) 
 
 
 def test_an_agent_stays_while_a_killed_rank_may_return(node: Node, root: Path) -> None:
+    """Signals that are meant for the trainers do not end it either."""
     config = node.config(grace_s=0.8)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     agent = trainers[0].client.agent_pid
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(agent, number)
     trainers[0].hang_up(leave=True)
     started = time.monotonic()
     trainers[1].hang_up()
@@ -159,14 +162,6 @@ def test_an_agent_leaves_in_time_after_sigterm_and_another_adopts_its_saves(
     assert trainer.reconnect() == (save_id,)
     assert trainer.outcome().error is None
     assert_intact(root, 1, [trainer])
-
-
-def test_signals_meant_for_the_trainers_do_not_end_the_agent(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(trainer.client.agent_pid, number)
-    assert watched(trainer.client.agent_pid, 0.3)
-    assert trainer.save(1).error is None
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["persist_on_leave", "not"])

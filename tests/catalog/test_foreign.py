@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,8 @@ from tests.support.checkpoints import make
         (["rank_00000", "rank_00001", "mp_rank_00"], "'flashckpt convert' reads it"),
         (["rank_00001", "mp_rank_00"], "no rank_00000: committed incomplete"),
         (["rank_00000", "rank_00003"], "no rank_00001, no mp_rank_*: committed incomplete"),
+        # A list of all ranks below this one would fill the memory.
+        (["rank_00000", "rank_99999999999"], "no rank_00001, no mp_rank_*: committed incomplete"),
     ],
 )
 def test_the_first_missing_rank_of_a_dlrover_checkpoint_is_named(
@@ -37,28 +38,10 @@ def test_the_first_missing_rank_of_a_dlrover_checkpoint_is_named(
     assert dlrover_remark(PosixStore(tmp_path), "iter_0000010") == remark
 
 
-def test_a_directory_with_the_name_of_a_far_rank_needs_no_memory(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000010/rank_01000000").mkdir(parents=True)
-    tracemalloc.start()
-    try:
-        dlrover_remark(PosixStore(tmp_path), "iter_0000010")
-        _, peak_nbytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_nbytes < 2**20
-
-
 @pytest.mark.parametrize(
     "contents",
-    [
-        b'{"sharded_backend":"torch_d\xffst"}',
-        b'{"sharded_backend":',
-        b"[" * 60000,
-        b"[]",
-        b"",
-        None,
-    ],
-    ids=["no UTF-8", "cut off", "nested", "a list", "empty", "a directory"],
+    [b'{"sharded_backend":"torch_d\xffst"}', b'{"sharded_backend":', b"[" * 60000, b"[]", None],
+    ids=["no UTF-8", "cut off", "nested", "a list", "a directory"],
 )
 def test_a_damaged_file_of_another_program_ends_no_command(
     tmp_path: Path, contents: bytes | None

@@ -1,4 +1,4 @@
-"""Rules of the lineage, one by one. `test_lineage_model` tries them in random schedules."""
+"""Rules of the lineage that `test_lineage_model` does not try in its random schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from megatron_flashckpt.catalog.lineage import (
-    NOTHING,
     Candidate,
     Facts,
     Save,
@@ -18,7 +17,7 @@ from megatron_flashckpt.catalog.lineage import (
     descent,
     granted,
 )
-from megatron_flashckpt.file_format.file_names import RELEASE, run_name, save_name
+from megatron_flashckpt.file_format.file_names import run_name, save_name
 from megatron_flashckpt.file_format.run_object import FOREIGN, Ancestor
 
 FIRST, SECOND, THIRD = (run_name(number, "aaaa") for number in (1, 2, 3))
@@ -46,23 +45,8 @@ def facts(**changes: object) -> Facts:
     return dataclasses.replace(FACTS, **changes)  # type: ignore[arg-type]
 
 
-def first(**changes: object) -> Candidate | None:
-    candidates = choose(facts(**changes)).candidates
-    return candidates[0] if candidates else None
-
-
 def in_storage(save: Save) -> Candidate:
     return Candidate(save, in_memory=False)
-
-
-def test_the_newest_of_the_newest_history_comes_first_and_older_ones_replace_it() -> None:
-    choice = choose(FACTS)
-    assert choice.candidates == tuple(map(in_storage, reversed(PATH)))
-    assert choice.wish is None
-
-
-def test_a_run_that_continues_a_checkpoint_counts_before_it_has_left_one() -> None:
-    assert first(stored=[*DEAD, *PATH[:2]]) == in_storage(PATH[1])
 
 
 def test_a_foreign_checkpoint_takes_the_place_of_one_in_memory_also_if_it_is_damaged() -> None:
@@ -79,80 +63,52 @@ def test_of_one_iteration_memory_comes_first() -> None:
     )
 
 
-def test_memory_of_another_history_is_named_with_the_reason() -> None:
-    unknown = saved(THIRD, 60)
-    choice = choose(facts(held=[DEAD[1], unknown]))
+def test_a_damaged_tracker_is_nobody_s_wish() -> None:
+    choice = choose(facts(tracker=None, tracker_is_damaged=True))
     assert choice.candidates[0] == in_storage(PATH[-1])
-    assert "another history" in choice.unused[DEAD[1]]
-    assert "does not know its run" in choice.unused[unknown]
 
 
-@pytest.mark.parametrize("named", [10, 20, 25])
-def test_a_tracker_that_was_set_back_excludes_all_that_is_newer(named: int) -> None:
-    choice = choose(facts(tracker=named, held=[saved(SECOND, 35)]))
-    assert choice.wish == named
-    assert choice.candidates[0].save.iteration == named
-    assert "a person wrote" in choice.unused[saved(SECOND, 35)]
+NEWER = saved(SECOND, 35)
+COPIED = saved(run_name(2, "ffff"), 27)
 
 
-def test_a_tracker_that_names_a_dead_branch_or_nothing_is_no_wish() -> None:
-    assert first(tracker=40) == in_storage(PATH[-1])
-    assert first(tracker=77) == in_storage(PATH[-1])
-    assert first(tracker=None, tracker_is_damaged=True) == in_storage(PATH[-1])
+@pytest.mark.parametrize(
+    ("changes", "held", "reason"),
+    [
+        ({}, DEAD[1], "another history"),
+        ({}, saved(THIRD, 60), "does not know its run"),
+        ({"tracker": 25}, NEWER, "a person wrote"),
+        ({"tracker": 27, "stored": [*PATH, COPIED]}, NEWER, "no run of this directory has saved"),
+        ({"tracker": None}, NEWER, "the tracker was removed"),
+    ],
+)
+def test_memory_that_is_not_used_is_named_with_the_reason(
+    changes: dict[str, object], held: Save, reason: str
+) -> None:
+    choice = choose(facts(**changes, held=[held]))
+    assert reason in choice.unused[held]
+    assert all(not candidate.in_memory for candidate in choice.candidates)
 
 
-def test_a_checkpoint_of_no_known_run_is_a_wish_until_it_was_granted() -> None:
-    copied = saved(run_name(2, "ffff"), 27)
-    stored = [*FACTS.stored, copied]
-    choice = choose(facts(tracker=27, stored=stored, held=[saved(SECOND, 26), saved(SECOND, 35)]))
-    assert choice.candidates[0] == in_storage(copied)
-    assert choice.candidates[1].save == saved(SECOND, 26)  # if the copy is damaged
-    assert "no run of this directory has saved" in choice.unused[saved(SECOND, 35)]
-    assert first(tracker=30, stored=stored) == in_storage(PATH[-1])
+def test_a_copied_checkpoint_is_a_wish_until_it_was_granted() -> None:
+    stored = [*FACTS.stored, COPIED]
+    choice = choose(facts(tracker=27, stored=stored, held=[saved(SECOND, 26)]))
+    assert [save for save, _ in choice.candidates[:2]] == [COPIED, saved(SECOND, 26)]
     given = granted(facts(tracker=27, stored=stored), THIRD)
-    assert given == Tracked(27, copied.save_id, THIRD)
-    assert first(tracker=27, stored=stored, tracked=given) == in_storage(PATH[-1])
-
-
-def test_a_checkpoint_that_was_put_in_the_place_of_ours_is_a_wish() -> None:
-    copied = saved(run_name(2, "ffff"), 30)
-    assert first(stored=[*DEAD[1:], *PATH[:3], copied], held=[PATH[-1]]) == in_storage(copied)
+    assert given == Tracked(27, COPIED.save_id, THIRD)
+    assert choose(facts(tracker=27, stored=stored, tracked=given)).candidates[0].save == PATH[-1]
 
 
 def test_megatrons_own_checkpoint_is_of_the_history_that_continues_it() -> None:
-    foreign = Save(50, "")
-    assert first(tracker=50, foreign=[50]) == in_storage(foreign)
+    foreign, own = Save(50, ""), saved(THIRD, 60)
     runs = {**FACTS.runs, THIRD: descent(foreign, ())}
     assert runs[THIRD] == (Ancestor(FOREIGN, 50),)
-    own = saved(THIRD, 60)
-    assert first(tracker=50, foreign=[50], runs=runs, stored=[*PATH, own]) == in_storage(own)
-    assert first(tracker=50, foreign=[45, 50], runs=runs) == in_storage(foreign)
-
-
-def test_a_release_is_a_wish_and_has_no_other_history() -> None:
-    weights = Save(RELEASE, PATH[1].save_id)
-    stored = [*FACTS.stored, weights]
-    choice = choose(facts(tracker=RELEASE, stored=stored, held=[PATH[-1]]))
-    assert choice.candidates == (in_storage(weights),)
-    assert first(stored=stored) == in_storage(PATH[-1])
-    runs = {**FACTS.runs, THIRD: descent(weights, ())}
-    own = saved(THIRD, 5)
-    choice = choose(facts(tracker=RELEASE, runs=runs, stored=[*stored, own]))
-    assert choice.candidates == (in_storage(own), in_storage(weights))
-
-
-def test_a_removed_tracker_means_from_scratch_and_a_new_one_counts_anew() -> None:
-    choice = choose(facts(tracker=None, held=[PATH[-1]]))
-    assert (choice.candidates, choice.removed) == ((), True)
-    assert "the tracker was removed" in choice.unused[PATH[-1]]
-    scratch = granted(facts(tracker=None), THIRD)
-    assert scratch == Tracked(NOTHING, THIRD)
-    begun = {"tracker": None, "tracked": scratch, "runs": {**FACTS.runs, THIRD: ()}}
-    assert first(**begun) is None
-    own = saved(THIRD, 5)
-    assert first(**begun, held=[own]) == Candidate(own, in_memory=True)
-    again = {**begun, "tracker": 40}
-    assert first(**again, held=[own]) == in_storage(DEAD[1])
+    for changes, first in (
+        ({"foreign": [50]}, foreign),
+        ({"foreign": [50], "runs": runs, "stored": [*PATH, own]}, own),
+        ({"foreign": [45, 50], "runs": runs}, foreign),
+    ):
+        assert choose(facts(tracker=50, **changes)).candidates[0] == in_storage(first)
 
 
 def test_a_step_means_the_checkpoint_of_the_newest_history_or_else_the_latest() -> None:

@@ -58,7 +58,7 @@ class TrueRun:
     """The iteration that it has reached."""
     saves: int = 0
     is_gone: bool = False
-    """Nothing in the directory tells that the run has existed."""
+    """Nothing in the directory tells that the run has existed, as in a restored copy."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -195,21 +195,15 @@ class World:
 
     def usable(self, sees: Callable[[TrueSave], bool] = lambda save: True) -> list[TrueSave]:
         stored = [save for save in self.saves if save.committed and sees(save)]
-        return [
-            *stored,
-            *(save for save in self.held() if save not in stored and is_known(self, save)),
-        ]
+        known = (save for save in self.held() if save.maker is None or not save.maker.is_gone)
+        return [*stored, *(save for save in known if save not in stored)]
 
     def newest_run(self, have: list[TrueSave]) -> TrueRun | None:
         for run in reversed(self.runs[self.barrier :]):
             left = any(save.maker is run and save.release is None for save in have)
-            if self.is_open(run) and (run.parent is not None or left):
+            if not run.is_gone and (run.parent is not None or left):
                 return run
         return None
-
-    def is_open(self, run: TrueRun) -> bool:
-        """Return whether the run counts: a restored copy of the directory may not know it."""
-        return not run.is_gone
 
     def expected(self, sees: Callable[[TrueSave], bool] = lambda save: True) -> TrueSave | None:
         """Return the checkpoint that a job must resume from."""
@@ -226,10 +220,6 @@ class World:
             key=lambda save: save.save.iteration,
             default=None,
         )
-
-
-def is_known(world: World, save: TrueSave) -> bool:
-    return save.maker is None or world.is_open(save.maker)
 
 
 def run_file(run: TrueRun) -> str:
@@ -818,20 +808,6 @@ def examples(count: int, *phases: Phase) -> settings:
 
 def test_a_load_returns_the_newest_checkpoint_that_counts() -> None:
     run_state_machine_as_test(Schedule, settings=examples(EXAMPLES, Phase.generate, Phase.shrink))
-
-
-def test_a_tracker_that_is_written_after_a_run_opened_without_one_is_a_wish() -> None:
-    """No agent can have written it, so it counts though it names a dead branch."""
-    schedule = Schedule()
-    schedule.start(0)
-    schedule.train(count=2, kept=0)
-    schedule.remove_the_tracker()
-    schedule.resume_from_a_step(0, which=0)
-    schedule.crash()
-    assert lineage.choose(schedule.world.facts(0)).candidates[0].save.iteration == 10
-    schedule.world.put(TRACKER, b"20", 0)
-    choice = lineage.choose(schedule.world.facts(0))
-    assert (choice.candidates[0].save.iteration, choice.wish) == (20, 20)
 
 
 # ---------------------------------------------------------------------- each rule is needed

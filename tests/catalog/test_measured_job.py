@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from megatron_flashckpt.catalog.history import PastSave
 from megatron_flashckpt.catalog.measured_job import MeasuredJob, measured
-from megatron_flashckpt.file_format.file_names import save_name
 from tests.support.histories import GB, history, run_of_saves
 
 
@@ -35,28 +34,19 @@ def test_starts_before_the_oldest_timed_run_count_for_nothing() -> None:
     assert job.interruptions == 0
 
 
-def test_two_interruptions_tell_no_mean_distance() -> None:
-    job = measured(history(2))
-    assert job is not None
-    assert job.mtbf_s is None
-
-
 def test_what_the_history_cannot_tell_is_none() -> None:
+    two = measured(history(2))
+    assert two is not None
+    assert two.mtbf_s is None, "two interruptions tell no mean distance"
     past = history(1)
-    failed = next(save for save in past if isinstance(save, PastSave))
-    assert measured([]) is None
     assert measured(past[:2]) is None, "one save has no distance to another"
-    untimed = PastSave(
-        iteration=60, save_id=save_name("000001-aaaa", 9), ended_at=0, seconds=1, world_size=1
-    )
+    assert measured([past[1], past[1]]) is None, "an agent that replaced another wrote it twice"
+    untimed = msgspec.structs.replace(past[2], cost=None)
     assert measured([*past[:2], untimed]) is None
-    assert measured([failed, failed]) is None, "an agent that replaced another wrote it twice"
 
 
 def test_a_run_resumed_at_an_earlier_iteration_gives_no_negative_step() -> None:
-    past = run_of_saves(1, 0.0, range(50, 201, 50), "scratch") + run_of_saves(
-        2, 1e3, range(100, 201, 50), "storage"
-    )
-    job = measured(past)
+    past = run_of_saves(1, 0.0, range(50, 201, 50), "scratch")
+    job = measured([*past, *run_of_saves(2, 1e3, range(100, 201, 50), "storage")])
     assert job is not None
     assert (job.iteration_s, job.interval_iterations) == (2.0, 50)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.catalog.retention import (
     Stored,
-    newest_of,
     why_each_is_kept,
     why_kept,
 )
@@ -101,15 +100,20 @@ def test_the_age_of_a_checkpoint_is_the_time_that_its_history_has_trained_since(
         assert number in kept_by_age(age + 0.01, *runs)
 
 
-def test_an_agent_that_counts_anew_makes_no_checkpoint_older() -> None:
-    assert kept_by_age(2.5, (1, 9), (1, 10), (1, 1), (1, 2)) == [4, 3, 2, 1]
-    assert kept_by_age(2.0, (1, 9), (1, 10), (1, 1), (1, 2)) == [4, 3, 2]
-
-
-def test_a_checkpoint_of_unknown_age_is_as_old_as_the_next_one() -> None:
-    assert kept_by_age(1.5, (1, None), (1, None)) == [2, 1]
-    assert kept_by_age(1.5, (1, 1), (1, None), (1, 2), (1, None), (1, 3)) == [5, 4, 3, 2]
-    assert kept_by_age(1.5, (1, None), (2, 1), (2, 2)) == [3, 2]
+@pytest.mark.parametrize(
+    ("hours", "commits", "kept"),
+    [
+        (2.5, ((1, 9), (1, 10), (1, 1), (1, 2)), [4, 3, 2, 1]),
+        (2.0, ((1, 9), (1, 10), (1, 1), (1, 2)), [4, 3, 2]),
+        (1.5, ((1, None), (1, None)), [2, 1]),
+        (1.5, ((1, 1), (1, None), (1, 2), (1, None), (1, 3)), [5, 4, 3, 2]),
+        (1.5, ((1, None), (2, 1), (2, 2)), [3, 2]),
+    ],
+)
+def test_an_agent_that_counts_anew_and_an_unknown_age_make_no_checkpoint_older(
+    hours: float, commits: tuple[tuple[int, float | None], ...], kept: list[int]
+) -> None:
+    assert kept_by_age(hours, *commits) == kept
 
 
 RULES = st.builds(
@@ -188,39 +192,24 @@ def gone_of(checkpoints: list[Stored], rules: Retention, tracked: int = 50) -> s
 
 def test_checkpoints_off_the_history_stay_until_it_has_passed_them_and_count_for_no_rule() -> None:
     history = [stored(1, 20), stored(2, 30), stored(3, 40), stored(3, 50)]
-    off = [stored(1, 30), stored(1, 25), stored(2, 45), stored(2, 60)]
-    rules = Retention(latest=3)
-    assert newest_of([*history, *off], NEWEST) == 50
-    assert gone_of([*history, *off], rules) == {
-        each.save for each in (history[0], off[0], off[1], off[2])
-    }
+    off = [stored(1, 25), stored(2, 45), stored(2, 60)]
     best = Retention(best=Best(metric=LOSS, mode="min", keep=2))
-    assert gone_of([*history, *off], best) == {
-        each.save for each in (history[0], history[1], off[0], off[1], off[2])
-    }
-    assert gone_of(off, rules) == set(), "the history has no checkpoint yet"
+    for rules, gone in (
+        (Retention(latest=3), {history[0].save, off[0].save, off[1].save}),
+        (best, {history[0].save, history[1].save, off[0].save, off[1].save}),
+    ):
+        assert gone_of([*history, *off], rules) == gone
+        assert gone_of(off, rules) == set(), "the history has no checkpoint yet"
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        Retention(every=25),
-        Retention(max_age_hours=51),
-        Retention(best=Best(metric="never reported")),
-        Retention(),
-    ],
-)
-def test_rules_on_single_checkpoints_hold_off_the_history_too(rules: Retention) -> None:
-    assert gone_of([stored(3, 50), stored(1, 25)], rules) == set()
-
-
-def test_a_checkpoint_off_the_history_ages_while_later_runs_train() -> None:
-    history = [stored(3, 40), stored(3, 90)]
-    assert gone_of([*history, stored(1, 25)], Retention(max_age_hours=51), tracked=90) == set()
-    assert gone_of([*history, stored(1, 25)], Retention(max_age_hours=50), tracked=90) == {
-        history[0].save,
-        stored(1, 25).save,
-    }
+def test_rules_on_single_checkpoints_hold_off_the_history_too() -> None:
+    """The age of such a checkpoint grows while later runs train."""
+    off, first, last = stored(1, 25), stored(3, 40), stored(3, 90)
+    metric = Best(metric="never reported")
+    for rules in (Retention(every=25), Retention(best=metric), Retention()):
+        assert off.save not in gone_of([off, first, last], rules)
+    for hours, gone in ((51, set()), (50, {off.save, first.save})):
+        assert gone_of([off, first, last], Retention(max_age_hours=hours), tracked=90) == gone
 
 
 def test_a_checkpoint_that_was_saved_again_goes_whatever_the_rules() -> None:
@@ -233,8 +222,7 @@ def test_a_checkpoint_that_was_saved_again_goes_whatever_the_rules() -> None:
 
 def test_only_whole_checkpoints_count() -> None:
     broken = stored(3, 40, is_whole=False)
-    newer = stored(3, 60, is_whole=False)
-    checkpoints = [stored(2, 30), broken, stored(3, 50), newer]
+    checkpoints = [stored(2, 30), broken, stored(3, 50), stored(3, 60, is_whole=False)]
     assert gone_of(checkpoints, Retention(latest=2, every=20)) == {broken.save}
     assert gone_of(checkpoints, Retention(every=20), tracked=40) == set(), "a load falls back"
     assert gone_of(checkpoints, Retention()) == set(), "a person may repair it"
@@ -245,7 +233,3 @@ def test_only_whole_checkpoints_count() -> None:
 def test_a_checkpoint_stays_until_its_command_has_ended() -> None:
     checkpoints = [stored(3, 30, is_due=True), stored(3, 40), stored(3, 50)]
     assert gone_of(checkpoints, Retention(latest=1)) == {checkpoints[1].save}
-
-
-def test_checkpoints_of_later_runs_stay() -> None:
-    assert gone_of([stored(3, 50), stored(4, 10)], Retention(latest=1)) == set()

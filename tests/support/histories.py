@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_flashckpt.agent.janitor import CommittedSave
 from megatron_flashckpt.catalog.history import PastSave, PastStart, events
+from megatron_flashckpt.catalog.lineage import History, Save
+from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import run_name, save_name
 from megatron_flashckpt.layout.save_cost import SaveCost
 from megatron_flashckpt.storage.opening import open_store
+from megatron_flashckpt.storage.store import Store
 
 GB = 10**9
 
@@ -15,6 +19,24 @@ GB = 10**9
 def saves_in(root: Path) -> list[PastSave]:
     """Return the saves in the history of a save directory, oldest first."""
     return [event for event in events(open_store(root)) if isinstance(event, PastSave)]
+
+
+def committed_save(
+    store: Store,
+    save: Save,
+    history: History,
+    rules: Retention = Retention(),  # noqa: B008, frozen
+) -> CommittedSave:
+    """Return a committed save, after which the janitor works for the run of `history`."""
+    return CommittedSave(
+        store=store,
+        iteration=save.iteration,
+        save_id=save.save_id,
+        history=history,
+        rules=rules,
+        retain_interval=None,
+        previous=None,
+    )
 
 
 def run_of_saves(
