@@ -18,7 +18,7 @@ import torch
 from megatron_flashckpt.convert.common.damage_check import bits
 from megatron_flashckpt.convert.common.frozen import FEWER
 from megatron_flashckpt.convert.common.tensor_parts import Part
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import CorruptCheckpointError, first_few
 from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
 
@@ -307,7 +307,7 @@ def verify(
         entries: name, weight and master of every parameter.
 
     Raises:
-        CorruptCheckpointError: weights differ; the message lists all names.
+        CorruptCheckpointError: weights differ; the message lists the first names.
     """
     differing = [
         name
@@ -317,7 +317,7 @@ def verify(
     if differing:
         raise CorruptCheckpointError(
             f"{where}: {len(differing)} weights differ from the rounded masters at the places that "
-            f"follow from the checkpoint's args: {', '.join(differing)}; so the optimizer state "
+            f"follow from the checkpoint's args: {first_few(differing)}; so the optimizer state "
             f"cannot be assigned to parameters; {remedy}"
         )
 
