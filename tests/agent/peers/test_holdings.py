@@ -76,68 +76,42 @@ def test_a_copy_equals_the_bytes_that_were_sent() -> None:
     assert held.held_of(4) == []
 
 
-def test_parity_restores_each_contribution_from_the_others() -> None:
+def test_parity_restores_each_contribution_and_needs_the_memory_of_the_largest() -> None:
+    """The memory of a dropped save is used again, from zero."""
     held, group = Holdings(), (0, 1, 2)
-    data = [os.urandom(nbytes) for nbytes in (5000, 1234, 7777)]
-    for rank in (2, 0, 1):
-        assert held.held_of(2) == [], "parity is complete only after the last contribution"
-        give(held, group, rank, 10, data[rank])
-    assert held.held_of(1)[0].others == ((0, 0, 5000), (2, 0, 7777))
-    for lost in group:
-        total = bytearray(held.read(group, save(10), 0, 8000))
-        for rank in group:
-            if rank != lost:
-                holdings.combine(total, 0, data[rank])
-        assert total == data[lost].ljust(8000, b"\0")
-
-
-def test_parity_needs_the_memory_of_the_largest_contribution() -> None:
-    held, group = Holdings(), (0, 1, 2)
-    for iteration in range(5):
-        for rank in group:
-            give(held, group, rank, iteration, os.urandom(1000 * (rank + 1)))
+    for iteration in (10, 20, 30):
+        data = [os.urandom(nbytes) for nbytes in (5000, 1234, 7777)]
+        for rank in (2, 0, 1):
+            assert iteration not in iterations(held, 2), "complete only with the last part"
+            give(held, group, rank, iteration, data[rank])
+        assert held.held_of(1)[-1].others == ((0, 0, 5000), (2, 0, 7777))
+        for lost in group:
+            total = bytearray(held.read(group, save(iteration), 0, 8000))
+            for rank in group:
+                if rank != lost:
+                    holdings.combine(total, 0, data[rank])
+            assert total == data[lost].ljust(8000, b"\0")
     (records,) = held._records.values()
-    assert [len(record.memory or b"") for record in records] == [3000, 3000]
+    assert [len(record.memory or b"") for record in records] == [7777, 7777]
 
 
 def test_a_complete_save_is_evicted_only_when_every_place_holds_a_complete_save() -> None:
-    """The sender has two slots and this node two places; the oldest place is used again."""
-    held = Holdings()
-    data = {iteration: os.urandom(3000) for iteration in (10, 20, 30)}
-    give(held, (0,), 0, 10, data[10])
-    give(held, (0,), 0, 20, data[20], upto=2000)
+    """The sender's slots are the places of this node; the oldest place is used again."""
+    held, data = Holdings(), os.urandom(3000)
+    give(held, (0,), 0, 10, data)
+    give(held, (0,), 0, 20, data, upto=2000)
     assert iterations(held, 0) == [10]
-    give(held, (0,), 0, 30, data[30])
+    give(held, (0,), 0, 30, data)
     assert iterations(held, 0) == [10, 30], "the incomplete save was evicted, not the complete one"
-    give(held, (0,), 0, 40, data[20])
-    assert iterations(held, 0) == [30, 40]
-    assert held.read((0,), save(40), 0, 3000) == data[20]
-
-
-def test_reused_parity_memory_starts_from_zero() -> None:
-    held, group = Holdings(), (0, 1)
-    for iteration in (10, 20, 30):
-        data = [os.urandom(2000), os.urandom(2000)]
-        for rank in group:
-            give(held, group, rank, iteration, data[rank])
-        total = bytearray(held.read(group, save(iteration), 0, 2000))
-        holdings.combine(total, 0, data[0])
-        assert total == data[1]
-
-
-def test_a_run_with_fewer_slots_leaves_as_few_saves_held() -> None:
-    """Before, the saves of the former run were held until the agent's end."""
-    held = Holdings()
-    for iteration in (10, 20, 30):
-        give(held, (0,), 0, iteration, b"a" * 3000, slots=3)
-    assert iterations(held, 0) == [10, 20, 30]
-    with pytest.raises(HoldError, match="newer saves than that of iteration 25"):
-        give(held, (0,), 0, 25, b"b" * 3000, slots=1)
-    give(held, (0,), 0, 40, b"b" * 3000, slots=2)
-    assert iterations(held, 0) == [30, 40]
-    give(held, (0,), 0, 50, b"c" * 3000, slots=1)
-    assert iterations(held, 0) == [50]
-    assert held.read((0,), save(50), 0, 3000) == b"c" * 3000
+    give(held, (0,), 0, 40, data, slots=3)
+    assert iterations(held, 0) == [10, 30, 40]
+    with pytest.raises(HoldError, match="newer saves than that of iteration 35"):
+        give(held, (0,), 0, 35, data, slots=1)
+    give(held, (0,), 0, 50, data, slots=2)
+    assert iterations(held, 0) == [40, 50], "a run with fewer slots leaves as few saves held"
+    give(held, (0,), 0, 60, data[::-1], slots=1)
+    assert iterations(held, 0) == [60]
+    assert held.read((0,), save(60), 0, 3000) == data[::-1]
 
 
 def test_another_part_of_the_same_save_replaces_the_former_part() -> None:
