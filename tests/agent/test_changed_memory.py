@@ -52,8 +52,9 @@ def flip(trainer: FakeTrainer, offer: Offer) -> None:
 
 
 def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_written(
-    node: Node, root: Path
+    node: Node, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without digests it is restored, with a warning."""
     save_id = new_save_id()
     with blocked_shard(root, 7, 0, save_id) as unblock:
         crashed = node.process(root, iterations=[7], save_id=save_id, stop="staged")
@@ -62,7 +63,14 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
         trainer = node.trainer(root)
         (offer,) = trainer.take()
         assert offer.digests is not None, "the agent digested the slot at the hang-up"
-        assert restored(trainer, offer) == content(0, 7, trainer.layout.nbytes)
+        data = content(0, 7, trainer.layout.nbytes)
+        with caplog.at_level(logging.WARNING):
+            assert restored(trainer, offer) == data
+            assert caplog.messages == []
+            assert restored(trainer, msgspec.structs.replace(offer, digests=None)) == data
+        (warning,) = caplog.messages
+        assert "iter_0000007: is restored unverified" in warning
+        assert "set 'restore_from_memory: false' to load from storage" in warning
         flip(trainer, offer)
         with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
             restored(trainer, offer)
@@ -102,22 +110,3 @@ def test_a_load_waits_for_digests_that_are_being_read_from_storage(
             assert (reply.is_digesting, reply.offers[0].digests) == (True, None)
         may_read.set()
         assert again.take()[0].digests == offer.digests
-
-
-def test_a_slot_that_was_not_digested_in_time_is_restored_with_a_warning(
-    node: Node, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = node.trainer(root)
-    data = trainer.stage(7, new_save_id())
-    assert trainer.outcome().error is None
-    trainer.hang_up()
-    again = node.trainer(root)
-    (offer,) = again.take()
-    with caplog.at_level(logging.WARNING):
-        assert restored(again, offer) == data
-        assert caplog.messages == []
-        assert restored(again, msgspec.structs.replace(offer, digests=None)) == data
-    (warning,) = caplog.messages
-    assert warning.startswith("slot ")
-    assert "iter_0000007: is restored unverified" in warning
-    assert "set 'restore_from_memory: false' to load from storage" in warning

@@ -27,7 +27,6 @@ from tests.support.trainer import (
 )
 
 REQUESTS: list[Callable[[AgentClient], object]] = [
-    lambda client: client.poll(),
     lambda client: client.poll(5.0),
     lambda client: client.acquire(0.0),
     lambda client: client.staged(0),
@@ -60,46 +59,6 @@ def test_an_agent_that_hangs_does_not_hang_its_trainers(node: Node, root: Path) 
     eventually("the end of the agent", lambda: not is_alive(trainer.client.agent_pid))
     again = node.trainer(root)
     assert again.save(1).error is None
-
-
-def test_a_waiting_poll_fails_when_the_agent_is_killed(node: Node, root: Path) -> None:
-    trainer = node.trainer(root, 0, 2)
-    trainer.stage(1, new_save_id())  # the save stays pending, because rank 1 is missing
-    raised: list[AgentError] = []
-
-    def poll() -> None:
-        try:
-            trainer.client.poll(60.0)
-        except AgentError as error:
-            raised.append(error)
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    kill_agent(trainer.client.agent_pid)
-    poller.join(PATIENCE_S)
-    assert len(raised) == 1
-
-
-def test_ranks_that_connect_at_the_same_time_start_one_agent(node: Node, root: Path) -> None:
-    clients: list[AgentClient] = []
-    barrier = threading.Barrier(6)
-
-    def connect_at_once(rank: int) -> None:
-        barrier.wait()
-        clients.append(connect(str(root), rank, 0, node.config()))
-
-    threads = [threading.Thread(target=connect_at_once, args=(rank,)) for rank in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    try:
-        assert len(clients) == 6
-        assert {client.agent_pid for client in clients} == set(node.agents())
-        assert len(node.agents()) == 1
-    finally:
-        for client in clients:
-            client.close()
 
 
 def test_only_local_rank_0_starts_the_agent(node: Node, root: Path) -> None:

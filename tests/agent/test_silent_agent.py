@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flashckpt.agent.silent_agent import last_copies
 from tests.agent.conftest import Node
-from tests.support.trainer import FakeTrainer, content, eventually, is_alive, suspend
+from tests.support.trainer import FakeTrainer, content, suspend
 
 
 def dead_ranks(node: Node, root: Path) -> tuple[int, list[FakeTrainer]]:
@@ -57,17 +57,3 @@ def test_a_frozen_agent_is_replaced_at_last_and_the_loss_is_named(
     assert f"agent {agent} did not answer within 0.7 s: killed; lost with it: " in line
     assert "of rank 0 (iteration 2, not in storage)" in line
     assert again.take() == ()
-
-
-def test_a_frozen_agent_without_memory_gets_the_start_timeout(node: Node, root: Path) -> None:
-    trainer = node.trainer(root)
-    agent = trainer.client.agent_pid
-    trainer.hang_up()
-    suspend(agent)
-    thaw = threading.Timer(1.0, os.kill, (agent, signal.SIGCONT))
-    thaw.start()
-    again = node.trainer(root, config=node.config(answer_timeout_s=0.1, start_timeout_s=20.0))
-    thaw.join()
-    assert again.client.agent_pid == agent
-    again.hang_up(leave=True)
-    eventually("the end of the agent", lambda: not is_alive(agent))
