@@ -215,30 +215,22 @@ def test_an_error_promises_a_late_write_only_if_an_agent_runs(
     assert "the last save, iteration 2, is not durable" in caplog.text
 
 
-@pytest.mark.parametrize(("nodes", "place"), [(None, ""), ("ab", " of 2 nodes")])
 def test_the_last_error_of_a_job_says_how_long_host_memory_holds_the_save(
-    make_job: Any,
-    config: Config,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    nodes: str | None,
-    place: str,
+    make_job: Any, config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     job = make_job(config)
     root = Path(job.checkpointer.root)
     assert job.save(1) is None
     (root / "iter_0000002" / file_names.shard_name(0, job.save_id(2))).mkdir(parents=True)
     session, reports = session_of(job, config)
-    if nodes is not None:
-        session.note_nodes(nodes)
+    session.note_nodes("ab")
     reports.requested(2)
     job.checkpointer.save(job.request(2))
     (outcome,) = job.checkpointer.wait()
     reports.failed(outcome)
     assert not session.end()
     last = caplog.records[-1].getMessage()
-    assert f"; host memory{place} holds iteration 2 until " in last
+    assert "; host memory of 2 nodes holds iteration 2 until " in last
     assert "remove the cause, and start the job again" in last
 
 
