@@ -1,4 +1,4 @@
-"""Memory that changes after its trainer has gone: neither restored nor written.
+"""Slots that the agent offers or lends for a load: changed memory is neither restored nor written.
 
 When a trainer disconnects, the agent digests the slots that are not fully persisted, and offers
 them with these digests.
@@ -19,12 +19,14 @@ from megatron_flashckpt.agent.protocol import Offer, SlabOffer, TakeSlab
 from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.load.slot_chunks import OfferedSlot
+from megatron_flashckpt.load.slot_chunks import LentSlot, OfferedSlot
+from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
+from tests.support.processes import open_files
 from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
@@ -36,13 +38,16 @@ from tests.support.trainer import (
 )
 
 
-def restored(trainer: FakeTrainer, offer: Offer) -> bytes:
+def read(slot: OfferedSlot | LentSlot, rank: int) -> bytes:
     """Return the bytes that a load would take from the only chunk of a slot."""
-    assert trainer.slab is not None
-    held = OfferedSlot(trainer.slab, offer, trainer.rank)
-    data = bytearray(held.data_nbytes(trainer.rank))
-    held.read_chunk(trainer.rank, 0, [memoryview(data)])
+    data = bytearray(slot.data_nbytes(rank))
+    slot.read_chunk(rank, 0, [memoryview(data)])
     return bytes(data)
+
+
+def restored(trainer: FakeTrainer, offer: Offer) -> bytes:
+    assert trainer.slab is not None
+    return read(OfferedSlot(trainer.slab, offer, trainer.rank), trainer.rank)
 
 
 def flip(trainer: FakeTrainer, offer: Offer) -> None:
@@ -110,3 +115,63 @@ def test_a_load_waits_for_digests_that_are_being_read_from_storage(
             assert (reply.is_digesting, reply.offers[0].digests) == (True, None)
         may_read.set()
         assert again.take()[0].digests == offer.digests
+
+
+# ---------------------------------------------------------------------- lent to other ranks
+
+SAVE_ID = new_save_id()
+
+
+@pytest.fixture
+def lenders(node: Node, root: Path) -> list[FakeTrainer]:
+    """Two ranks of a node, each with iteration 1 in its memory."""
+    made = [node.trainer(root, rank, 2) for rank in range(2)]
+    for trainer in made:
+        trainer.keep(1, SAVE_ID)
+        trainer.take()  # returns when the agent has digested the slots, as in a load
+    return made
+
+
+def lent(borrower: FakeTrainer, rank: int) -> tuple[Slab, Offer]:
+    slot = borrower.client.lend(rank, SAVE_ID)
+    assert slot is not None
+    return slot
+
+
+def test_a_rank_reads_the_slot_of_another_rank_also_of_one_that_is_gone(
+    lenders: list[FakeTrainer],
+) -> None:
+    before = len(open_files())
+    slot = LentSlot(*lent(lenders[0], 1), 1)
+    assert read(slot, 1) == content(1, 1, lenders[1].layout.nbytes)
+    slot.verify(1, 0)
+    assert len(open_files()) == before + 1
+    del slot
+    assert len(open_files()) == before
+    with pytest.raises(CorruptCheckpointError, match="belongs to rank 1"):
+        LentSlot(*lent(lenders[0], 1), 0)
+    lenders[1].hang_up()
+    assert read(LentSlot(*lent(lenders[0], 1), 1), 1) == content(1, 1, lenders[0].layout.nbytes)
+
+
+def test_an_agent_lends_nothing_that_it_does_not_have_or_has_not_digested(
+    lenders: list[FakeTrainer],
+) -> None:
+    assert lenders[0].client.lend(1, new_save_id()) is None
+    assert lenders[0].client.lend(2, SAVE_ID) is None
+    save_id = new_save_id()
+    slot = lenders[1].begin(2, save_id)
+    assert slot is not None
+    slot.set_state(SlotState.STAGED)
+    assert lenders[0].client.lend(1, save_id) is None
+
+
+def test_a_slot_that_was_overwritten_is_refused(lenders: list[FakeTrainer]) -> None:
+    slab, offer = lent(lenders[0], 1)
+    slot = LentSlot(slab, offer, 1)
+    for iteration in (2, 3):
+        lenders[1].keep(iteration)
+    with pytest.raises(CorruptCheckpointError, match=r"slot 0 of rank 1, .*host memory changed"):
+        read(slot, 1)
+    with pytest.raises(CorruptCheckpointError, match="but the agent offered"):
+        LentSlot(slab, offer, 1)

@@ -38,23 +38,13 @@ def test_every_save_is_stored_bit_for_bit(
             tensor.add_(1)
 
 
-class _Optimizer:
-    """Megatron's optimizer of a job that saves its weights only."""
-
-    def __init__(self, weights: list[torch.Tensor]) -> None:
-        self._weights = weights
-
-    def step(self) -> None:
-        for weight in self._weights:
-            weight.add_(1.0)
-
-
 def test_weights_without_the_optimizer_are_not_written_under_an_earlier_iteration(
     make_job: Any, config: Config, root: Path
 ) -> None:
     """The end of training writes the last memory-only save, unless the weights have changed."""
     job = make_job(config)
-    optimizer = _Optimizer(job.tensors)
+    step = {"step": lambda _: [weight.add_(1.0) for weight in job.tensors]}
+    optimizer = type("Optimizer", (), step)()
     job.checkpointer.save(job.request(1, optimizer=optimizer, memory_only=True))
     optimizer.step()
     assert job.checkpointer.write_last() is None
@@ -234,10 +224,6 @@ def test_the_last_error_of_a_job_says_how_long_host_memory_holds_the_save(
     assert "remove the cause, and start the job again" in last
 
 
-class _Unsupported:
-    """Side state that no load could restore."""
-
-
 def test_a_rank_that_cannot_save_still_joins_the_collectives(
     make_job: Any, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +237,7 @@ def test_a_rank_that_cannot_save_still_joins_the_collectives(
 
     monkeypatch.setattr("megatron_flashckpt.save.checkpointer.reduce_int", reduce)
     whole = job.side_state
-    job.side_state = lambda: {"hook": _Unsupported()}
+    job.side_state = lambda: {"hook": object()}
     with pytest.raises(UnsupportedError):
         job.checkpointer.save(job.request(1))
     assert reduced == [(2, "max")]
@@ -269,7 +255,7 @@ def test_the_agent_of_a_rank_that_cannot_save_notifies_the_other_nodes(
     """Without this end, other nodes would wait for this rank until `commit_timeout_s`."""
     job = make_job(config)
     assert job.save(1) is None
-    whole, job.side_state = job.side_state, lambda: {"hook": _Unsupported()}
+    whole, job.side_state = job.side_state, lambda: {"hook": object()}
     with pytest.raises(UnsupportedError):
         job.checkpointer.save(job.request(2))
     end = root / file_names.iteration_dir(2) / file_names.end_name(job.save_id(2))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Callable
-from typing import ClassVar
 
 import pytest
 
@@ -19,7 +17,6 @@ from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.memory.slot import SlabGeometry
-from tests.support.trainer import eventually
 
 RUN = "000001-aaaa"
 
@@ -184,20 +181,6 @@ def test_a_run_drops_saves_of_other_histories_and_foreign_parity_groups() -> Non
     assert iterations(held, 0) == []
 
 
-class RecordedMemory(mmap.mmap):
-    """Memory that records which threads free it: the kernel needs 0.1 s for a GB."""
-
-    freed_by: ClassVar[list[threading.Thread]] = []
-
-    def close(self) -> None:
-        self.freed_by.append(threading.current_thread())
-        super().close()
-
-    def __del__(self) -> None:
-        if not self.closed:
-            self.freed_by.append(threading.current_thread())
-
-
 @pytest.mark.parametrize(
     "drop",
     [
@@ -212,11 +195,9 @@ def test_a_separate_thread_frees_dropped_memory(
     drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers wait for an `OpenRun` request, and other nodes wait for `begin`."""
-    monkeypatch.setattr(holdings.mmap, "mmap", RecordedMemory)
-    RecordedMemory.freed_by.clear()
+    freed: list[mmap.mmap | None] = []
+    monkeypatch.setattr(holdings, "free", freed.append)
     held = Holdings()
     give(held, (0,), 0, 10, b"data")
     drop(held)
-    eventually("the memory is freed", lambda: RecordedMemory.freed_by)
-    assert len(RecordedMemory.freed_by) == 1
-    assert RecordedMemory.freed_by[0] is not threading.current_thread()
+    assert len([memory for memory in freed if memory is not None and not memory.closed]) == 1
