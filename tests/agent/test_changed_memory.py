@@ -46,12 +46,10 @@ def read(slot: OfferedSlot | LentSlot, rank: int) -> bytes:
 
 
 def restored(trainer: FakeTrainer, offer: Offer) -> bytes:
-    assert trainer.slab is not None
     return read(OfferedSlot(trainer.slab, offer, trainer.rank), trainer.rank)
 
 
 def flip(trainer: FakeTrainer, offer: Offer) -> None:
-    assert trainer.slab is not None
     with trainer.slab.slots[offer.slot].data() as data:
         data[len(data) // 2] ^= 4
 
@@ -80,7 +78,6 @@ def test_a_slot_that_changed_while_its_persist_hung_is_neither_restored_nor_writ
         with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
             restored(trainer, offer)
         unblock()
-        assert trainer.slab is not None
         slot = trainer.slab.slots[offer.slot]
         eventually("the slot is marked failed", lambda: slot.header.state == SlotState.FAILED)
     assert "its slot changed after it was digested" in node.log(root).read_text()
@@ -110,7 +107,6 @@ def test_a_load_waits_for_digests_that_are_being_read_from_storage(
         again = node.trainer(root)
         for _ in range(100):  # to digest the memory takes less time
             reply, fd = again.client._ask(TakeSlab(), SlabOffer)
-            assert fd is not None
             os.close(fd)
             assert (reply.is_digesting, reply.offers[0].digests) == (True, None)
         may_read.set()
@@ -133,9 +129,7 @@ def lenders(node: Node, root: Path) -> list[FakeTrainer]:
 
 
 def lent(borrower: FakeTrainer, rank: int) -> tuple[Slab, Offer]:
-    slot = borrower.client.lend(rank, SAVE_ID)
-    assert slot is not None
-    return slot
+    return borrower.client.lend(rank, SAVE_ID)
 
 
 def test_a_rank_reads_the_slot_of_another_rank_also_of_one_that_is_gone(
@@ -161,7 +155,6 @@ def test_an_agent_lends_nothing_that_it_does_not_have_or_has_not_digested(
     assert lenders[0].client.lend(2, SAVE_ID) is None
     save_id = new_save_id()
     slot = lenders[1].begin(2, save_id)
-    assert slot is not None
     slot.set_state(SlotState.STAGED)
     assert lenders[0].client.lend(1, save_id) is None
 

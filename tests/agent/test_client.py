@@ -145,7 +145,6 @@ def test_a_staged_message_for_a_missing_or_incomplete_slot_is_refused(
 ) -> None:
     trainer = node.trainer(root)
     slot = trainer.begin(1, new_save_id())
-    assert slot is not None
     with pytest.raises(AgentError, match="slot 0 of rank 0 is STAGING, not STAGED"):
         trainer.client.staged(slot.index)
     for index in (-1, 2, 10**6):

@@ -89,8 +89,7 @@ class Ranks:
 
     def keep(self, number: int, iteration: int, mark: int = 0) -> int:
         """Make a complete memory-only slot whose chunks begin with `mark`; return its index."""
-        slots = self.trainers[number].slots
-        assert slots is not None
+        slots = self.slots(number)
         with self.node.changed:
             index = slots.acquire()
             assert index >= 0, "a memory-only save waits for nothing"
@@ -102,14 +101,16 @@ class Ranks:
             self.saves.accept_slot(number, index)
         return index
 
+    def slots(self, number: int) -> RankSlots:
+        return self.trainers[number].slots
+
     def digest(self, number: int) -> None:
         with self.node.changed:
             self.digester.digest(self.trainers[number])
 
     def digests(self, number: int, index: int) -> tuple[str, ...]:
         """Return the digests of a slot, when all that are under way have ended."""
-        slots = self.trainers[number].slots
-        assert slots is not None
+        slots = self.slots(number)
         with self.node.changed:
             assert self.node.changed.wait_for(lambda: not slots.awaits_digests, PATIENCE_S)
             return slots.infos[index].digests or ()
@@ -139,8 +140,7 @@ def test_digests_of_several_threads_are_those_of_the_chunks_in_order(
     """A write that failed may have digested nothing."""
     job = ranks(1, 8)
     index = job.keep(0, 1)
-    slots = job.trainers[0].slots
-    assert slots is not None
+    slots = job.slots(0)
     slots.slab.slots[index].set_state(state)
     with slots.slab.slots[index].data() as data:
         for number in range(CHUNKS):
@@ -232,8 +232,7 @@ def test_a_slab_is_freed_while_its_slots_are_digested_and_nobody_waits(
     job.digest(0)
     eventually("a digest has begun", lambda: gate.seen)
     with job.node.changed:
-        slots = job.trainers[0].slots
-        assert slots is not None
+        slots = job.slots(0)
         job.node.retire_slots(job.trainers[0])
         job.node.drop_retired(job.trainers[0])
         assert not job.trainers[0].retired, "the memory is given up without a wait"
@@ -265,8 +264,7 @@ def test_only_slots_that_have_settled_are_digested_during_training(
     ranks: Make, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = ranks(1, 4)
-    slots = job.trainers[0].slots
-    assert slots is not None
+    slots = job.slots(0)
     for iteration in range(1, 6):
         newest = job.keep(0, iteration)
         job.digester.digest_settled()
@@ -286,8 +284,7 @@ def test_digests_of_a_slot_are_not_replaced(ranks: Make, gate: Gate) -> None:
     job = ranks(1, 4)
     index = job.keep(0, 1)
     job.digest(0)
-    slots = job.trainers[0].slots
-    assert slots is not None
+    slots = job.slots(0)
     slots.infos[index].digests = ("those of the written chunks",)
     gate.opened.set()
     for _ in range(2):

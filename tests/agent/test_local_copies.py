@@ -148,10 +148,11 @@ def test_a_node_keeps_the_newest_copies_of_the_history(
     eventually("the end of the dead branch", lambda: copies_on(disk) == [(3, 0), (4, 0), (6, 0)])
 
 
-def test_a_save_goes_on_without_its_copy(node: Node, root: Path, disk: Path) -> None:
+def test_a_save_goes_on_without_its_copy(
+    node: Node, root: Path, config: Config, disk: Path
+) -> None:
     disk.rmdir()
     disk.write_text("a file")
-    config = msgspec.structs.replace(node.config(), local_tier=LocalTier(directory=str(disk)))
     trainer = node.trainer(root, config=config)
     assert trainer.save(3).error is None
     assert_intact(root, 3, [trainer])
@@ -330,7 +331,6 @@ def test_another_copy_replaces_a_damaged_one(disk: Path, root: Path, slab: Slab)
     assert filled(0, [first], huge_pages=False) is None
     first = dataclasses.replace(first, otherwise=otherwise)
     slots = filled(0, [first], huge_pages=False)
-    assert slots is not None
     assert slots.states(save_id)
     slots.slab.close()
 

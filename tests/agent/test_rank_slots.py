@@ -253,7 +253,6 @@ def test_an_agent_closes_a_slab_only_without_a_checkpoint(node: Node, root: Path
     assert "memfd:flashckpt-" not in Path(f"/proc/{agent}/maps").read_text()
     with pytest.raises(AgentError, match="a slot was requested before a slab was attached"):
         trainer.client.acquire(0.0)
-    assert trainer.slab is not None
     trainer.slab.close()
     trainer.slab = None
     assert trainer.save(2).error is None

@@ -246,7 +246,6 @@ class FakeTrainer:
             self.client.open_run(self.run)
 
     def attach(self) -> tuple[str, ...]:
-        assert self.slab is not None
         return self.client.attach(self.slab)
 
     def take(self) -> tuple[Offer, ...]:
@@ -259,7 +258,6 @@ class FakeTrainer:
 
     def bytes_in(self, index: int) -> bytes:
         """Return the data of a slot."""
-        assert self.slab is not None
         with self.slab.slots[index].data() as data:
             return bytes(data)
 
@@ -407,7 +405,6 @@ class TrainerProcess:
 
     def stopped(self) -> int:
         """Wait until the process has reached `stop`; return the agent's process id."""
-        assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
         assert ready, "the trainer did not come to its stop"
         line = self.process.stdout.readline()
@@ -420,7 +417,6 @@ class TrainerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(PATIENCE_S)
         for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
             stream.close()
 
 
@@ -520,7 +516,6 @@ def _main() -> None:
         trainer.save(iteration, save_name(run_of(save_id), 10_000 + iteration))
     if stop == "staging":
         slot = trainer.begin(last, save_id, PATIENCE_S)
-        assert slot is not None
         with slot.data() as data:
             half = len(data) // 2
             data[:half] = content(trainer.rank, last, len(data))[:half]

@@ -135,7 +135,6 @@ def damage_what_is_held(made: Cluster, holder: int, iteration: int) -> None:
 def stream(trainer: FakeTrainer, iteration: int) -> bytes:
     """Return the description and the data of a checkpoint in a trainer's slot."""
     (index,) = [offer.slot for offer in trainer.take() if offer.iteration == iteration]
-    assert trainer.slab is not None
     meta_at = trainer.slab.geometry.meta_offset(index)
     nbytes = trainer.slab.slots[index].header.meta_nbytes
     return bytes(trainer.slab.memory[meta_at : meta_at + nbytes]) + trainer.bytes_in(index)

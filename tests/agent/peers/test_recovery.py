@@ -30,7 +30,6 @@ def assert_recovered(made: Cluster, rank: int, iterations: list[int]) -> None:
     offers = trainer.take()
     assert [offer.iteration for offer in offers] == iterations
     for offer in offers:
-        assert trainer.slab is not None
         assert trainer.slab.slots[offer.slot].header.state == SlotState.STAGED
         expected = content(rank, offer.iteration, trainer.layout.nbytes)
         assert trainer.bytes_in(offer.slot) == expected
@@ -77,9 +76,7 @@ def test_any_lost_node_recovers_its_checkpoints_without_storage(
                 made.await_held(newer, holders, beyond=held_before)
 
 
-def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(
-    tmp_path: Path,
-) -> None:
+def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         assert {made.stage(5)} == {made.trainers[rank].outcome().save_id for rank in range(2)}
@@ -117,9 +114,7 @@ def test_the_loss_of_two_nodes_of_a_group_is_reported_as_unrecoverable(tmp_path:
         assert [offer.iteration for offer in made.trainers[0].take()] == [10]
 
 
-def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
-    tmp_path: Path,
-) -> None:
+def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(tmp_path: Path) -> None:
     """A second writer would overwrite a shard that the first may have committed.
 
     Only the agent that holds rank 0's part may commit, wherever rank 0 is now.
@@ -194,7 +189,6 @@ def test_a_late_recovery_does_not_replace_the_slots_of_the_next_trainer(tmp_path
         later = made.trainers[1] = made.nodes[1].trainer(made.root, 1, 2)
         newer = new_save_id()
         slot = later.begin(20, newer)
-        assert slot is not None
         os.kill(holder, signal.SIGCONT)
         eventually("the recovery", lambda: "recovered iteration 10" in made.log(1))
         later.fill(slot, content(1, 20, later.layout.nbytes))
