@@ -1,11 +1,14 @@
-"""Connections of a rank: the start of the agent, and the errors when the agent is gone."""
+"""Connections of a rank: the start of the agent, and an agent that is gone or does not answer."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,13 @@ import pytest
 from megatron_flashckpt.agent import protocol
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.connecting import connect
+from megatron_flashckpt.agent.silent_agent import last_copies
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
 from tests.support.processes import nothing_left_open
 from tests.support.trainer import (
-    PATIENCE_S,
+    FakeTrainer,
+    content,
     eventually,
     is_alive,
     kill_agent,
@@ -27,7 +32,6 @@ from tests.support.trainer import (
 )
 
 REQUESTS: list[Callable[[AgentClient], object]] = [
-    lambda client: client.poll(),
     lambda client: client.poll(5.0),
     lambda client: client.acquire(0.0),
     lambda client: client.staged(0),
@@ -60,46 +64,6 @@ def test_an_agent_that_hangs_does_not_hang_its_trainers(node: Node, root: Path) 
     eventually("the end of the agent", lambda: not is_alive(trainer.client.agent_pid))
     again = node.trainer(root)
     assert again.save(1).error is None
-
-
-def test_a_waiting_poll_fails_when_the_agent_is_killed(node: Node, root: Path) -> None:
-    trainer = node.trainer(root, 0, 2)
-    trainer.stage(1, new_save_id())  # the save stays pending, because rank 1 is missing
-    raised: list[AgentError] = []
-
-    def poll() -> None:
-        try:
-            trainer.client.poll(60.0)
-        except AgentError as error:
-            raised.append(error)
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    kill_agent(trainer.client.agent_pid)
-    poller.join(PATIENCE_S)
-    assert len(raised) == 1
-
-
-def test_ranks_that_connect_at_the_same_time_start_one_agent(node: Node, root: Path) -> None:
-    clients: list[AgentClient] = []
-    barrier = threading.Barrier(6)
-
-    def connect_at_once(rank: int) -> None:
-        barrier.wait()
-        clients.append(connect(str(root), rank, 0, node.config()))
-
-    threads = [threading.Thread(target=connect_at_once, args=(rank,)) for rank in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    try:
-        assert len(clients) == 6
-        assert {client.agent_pid for client in clients} == set(node.agents())
-        assert len(node.agents()) == 1
-    finally:
-        for client in clients:
-            client.close()
 
 
 def test_only_local_rank_0_starts_the_agent(node: Node, root: Path) -> None:
@@ -147,47 +111,32 @@ def test_all_spellings_of_a_save_directory_lead_to_one_agent(
 def test_a_rank_gets_an_agent_even_while_agents_end(node: Node, root: Path) -> None:
     """Ranks connect at any moment while the former agent ends."""
     config = node.config()
-    failures: list[BaseException] = []
     until = time.monotonic() + 3.0
 
     def connect_and_leave(rank: int) -> None:
         while time.monotonic() < until:
-            try:
-                client = connect(str(root), rank, 0, config)
-                assert client.poll().pending == 0
-                client.leave()
-                client.close()
-            except BaseException as error:
-                failures.append(error)
+            client = connect(str(root), rank, 0, config)
+            assert client.poll().pending == 0
+            client.leave()
+            client.close()
             time.sleep(random.random() * 0.3)  # roughly until an agent notices the hang-up
 
-    threads = [threading.Thread(target=connect_and_leave, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert failures == []
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(connect_and_leave, range(3)))
     eventually("the end of all agents", lambda: not node.agents())
     assert list(node.runtime_dir.iterdir()) == []
 
 
 def test_several_threads_may_use_one_client(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
-    wrong: list[str] = []
 
-    def use(name: str) -> None:
-        for number in range(50):
-            key = f"{name}-{number}"
-            trainer.client.publish_template(key, key.encode())
-            if trainer.client.fetch_template(key) != key.encode():
-                wrong.append(key)
+    def fetched(key: str) -> bytes | None:
+        trainer.client.publish_template(key, key.encode())
+        return trainer.client.fetch_template(key)
 
-    threads = [threading.Thread(target=use, args=(str(n),)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert wrong == []
+    keys = [str(number) for number in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(fetched, keys)) == [key.encode() for key in keys]
     assert trainer.save(1).error is None
 
 
@@ -196,10 +145,57 @@ def test_a_staged_message_for_a_missing_or_incomplete_slot_is_refused(
 ) -> None:
     trainer = node.trainer(root)
     slot = trainer.begin(1, new_save_id())
-    assert slot is not None
     with pytest.raises(AgentError, match="slot 0 of rank 0 is STAGING, not STAGED"):
         trainer.client.staged(slot.index)
     for index in (-1, 2, 10**6):
         with pytest.raises(AgentError, match=f"rank 0 has no slot {index}"):
             trainer.client.staged(index)
     assert trainer.save(2).error is None
+
+
+# ------------------------------------------------------------- an agent that holds the last copies
+
+
+def dead_ranks(node: Node, root: Path) -> tuple[int, list[FakeTrainer]]:
+    """Return the agent that alone holds iteration 2, and its two ranks, which have crashed."""
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    agent = trainers[0].client.agent_pid
+    for trainer in trainers:
+        trainer.keep(2, "of iteration 2")
+    assert last_copies(agent) == (), "living ranks hold their slabs, too"
+    for trainer in trainers:
+        trainer.hang_up()
+    assert [(slab.rank, slab.iteration) for slab in last_copies(agent)] == [(0, 2), (1, 2)]
+    return agent, trainers
+
+
+def test_a_restarted_rank_waits_for_a_frozen_agent_with_the_only_copy(
+    node: Node, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, _ = dead_ranks(node, root)
+    suspend(agent)
+    thaw = threading.Timer(1.5, os.kill, (agent, signal.SIGCONT))
+    thaw.start()
+    config = node.config(answer_timeout_s=0.1, start_timeout_s=0.5)
+    again = node.trainer(root, 0, 2, config=config)
+    thaw.join()
+    assert again.client.agent_pid == agent
+    (offer,) = again.take()
+    assert again.bytes_in(offer.slot) == content(0, 2, again.layout.nbytes)
+    (line,) = [text for text in caplog.messages if "has not answered" in text]
+    assert line.startswith(f"agent {agent} has not answered for 0.5 s; it gets 5 s more")
+    assert "of rank 1 (iteration 2, not in storage)" in line
+
+
+def test_a_frozen_agent_is_replaced_at_last_and_the_loss_is_named(
+    node: Node, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, _ = dead_ranks(node, root)
+    suspend(agent)
+    config = node.config(answer_timeout_s=0.1, start_timeout_s=0.7)
+    again = node.trainer(root, config=config)
+    assert again.client.agent_pid != agent
+    (line,) = [text for text in caplog.messages if "did not answer" in text]
+    assert f"agent {agent} did not answer within 0.7 s: killed; lost with it: " in line
+    assert "of rank 0 (iteration 2, not in storage)" in line
+    assert again.take() == ()

@@ -37,10 +37,6 @@ def slabs(agent: int) -> list[int]:
     return sorted(int(path.partition("flashckpt-")[2].split(" ")[0]) for path in paths)
 
 
-def log(node: Node, root: Path) -> str:
-    return node.log(root).read_text()
-
-
 def started(node: Node, root: Path, ranks: Iterable[int], **more: int) -> list[FakeTrainer]:
     """Return the trainers of a run that has these ranks on this node."""
     ranks = list(ranks)
@@ -79,7 +75,7 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     assert [held.rank for held in second[0].client.held(60.0)] == [0, 1]
     assert slabs(agent) == [0, 1]
     assert memory_nbytes(agent, "RssShmem") < 0.6 * before
-    message = next(line for line in log(node, root).splitlines() if "freed" in line)
+    message = next(line for line in node.log(root).read_text().splitlines() if "freed" in line)
     assert "freed the host memory of ranks that the run on this node does not have: " in message
     for rank in (2, 3):
         assert f"MiB of rank {rank} (iteration 1, in storage, of an earlier run)" in message

@@ -89,8 +89,7 @@ class Ranks:
 
     def keep(self, number: int, iteration: int, mark: int = 0) -> int:
         """Make a complete memory-only slot whose chunks begin with `mark`; return its index."""
-        slots = self.trainers[number].slots
-        assert slots is not None
+        slots = self.slots(number)
         with self.node.changed:
             index = slots.acquire()
             assert index >= 0, "a memory-only save waits for nothing"
@@ -102,14 +101,16 @@ class Ranks:
             self.saves.accept_slot(number, index)
         return index
 
+    def slots(self, number: int) -> RankSlots:
+        return self.trainers[number].slots
+
     def digest(self, number: int) -> None:
         with self.node.changed:
             self.digester.digest(self.trainers[number])
 
     def digests(self, number: int, index: int) -> tuple[str, ...]:
         """Return the digests of a slot, when all that are under way have ended."""
-        slots = self.trainers[number].slots
-        assert slots is not None
+        slots = self.slots(number)
         with self.node.changed:
             assert self.node.changed.wait_for(lambda: not slots.awaits_digests, PATIENCE_S)
             return slots.infos[index].digests or ()
@@ -139,8 +140,7 @@ def test_digests_of_several_threads_are_those_of_the_chunks_in_order(
     """A write that failed may have digested nothing."""
     job = ranks(1, 8)
     index = job.keep(0, 1)
-    slots = job.trainers[0].slots
-    assert slots is not None
+    slots = job.slots(0)
     slots.slab.slots[index].set_state(state)
     with slots.slab.slots[index].data() as data:
         for number in range(CHUNKS):
@@ -154,36 +154,34 @@ def test_digests_of_several_threads_are_those_of_the_chunks_in_order(
     assert len(set(expected)) == CHUNKS
 
 
-@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 1), (8, 4), (96, 8)])
+@pytest.mark.parametrize(
+    ("cpus", "trains", "threads"),
+    [(1, False, 1), (2, False, 1), (8, False, 4), (96, False, 8), (96, True, 3)],
+)
 def test_all_ranks_share_half_of_the_cpus_and_eight_threads_at_most(
-    ranks: Make, gate: Gate, cpus: int, threads: int
+    ranks: Make,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    cpus: int,
+    trains: bool,
+    threads: int,
 ) -> None:
+    """Beside training, one thread digests a rank."""
+    monkeypatch.setattr(digester_module, "_SETTLED_S", 0.0)
     gate.opened.clear()
     job = ranks(3, cpus)
     indices = [job.keep(number, 1) for number in range(3)]
-    for number in range(3):
-        job.digest(number)
+    if trains:
+        time.sleep(0.01)
+        job.digester.digest_settled()
+    else:
+        for number in range(3):
+            job.digest(number)
     eventually("all threads digest", lambda: gate.at_once == threads)
     gate.opened.set()
     for number in range(3):
         assert len(job.digests(number, indices[number])) == CHUNKS
     assert gate.most == threads
-
-
-def test_beside_training_one_thread_digests_a_rank(
-    ranks: Make, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(digester_module, "_SETTLED_S", 0.0)
-    gate.opened.clear()
-    job = ranks(2, 96)
-    indices = [job.keep(number, 1) for number in range(2)]
-    time.sleep(0.01)
-    job.digester.digest_settled()
-    eventually("both ranks are digested", lambda: gate.at_once == 2)
-    gate.opened.set()
-    for number in range(2):
-        assert len(job.digests(number, indices[number])) == CHUNKS
-    assert gate.most == 2
 
 
 def test_slots_of_different_ranks_take_turns(ranks: Make, gate: Gate) -> None:
@@ -234,8 +232,7 @@ def test_a_slab_is_freed_while_its_slots_are_digested_and_nobody_waits(
     job.digest(0)
     eventually("a digest has begun", lambda: gate.seen)
     with job.node.changed:
-        slots = job.trainers[0].slots
-        assert slots is not None
+        slots = job.slots(0)
         job.node.retire_slots(job.trainers[0])
         job.node.drop_retired(job.trainers[0])
         assert not job.trainers[0].retired, "the memory is given up without a wait"
@@ -267,8 +264,7 @@ def test_only_slots_that_have_settled_are_digested_during_training(
     ranks: Make, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = ranks(1, 4)
-    slots = job.trainers[0].slots
-    assert slots is not None
+    slots = job.slots(0)
     for iteration in range(1, 6):
         newest = job.keep(0, iteration)
         job.digester.digest_settled()
@@ -282,31 +278,19 @@ def test_only_slots_that_have_settled_are_digested_during_training(
     assert not slots.awaits_digests, "once is enough"
 
 
-def test_digests_of_a_slot_are_not_replaced_by_later_ones(ranks: Make) -> None:
-    """Memory that has changed since its first digests must not be taken for intact."""
-    job = ranks(1, 4)
-    index = job.keep(0, 1)
-    job.digest(0)
-    taken = job.digests(0, index)
-    assert len(taken) == CHUNKS
-    slots = job.trainers[0].slots
-    assert slots is not None
-    with slots.slab.slots[index].data() as data:
-        data[50] ^= 4
-    job.digest(0)
-    assert job.digests(0, index) == taken
-
-
-def test_digests_from_storage_count_more_than_those_of_the_memory(ranks: Make, gate: Gate) -> None:
+def test_digests_of_a_slot_are_not_replaced(ranks: Make, gate: Gate) -> None:
+    """The first ones count, also if storage has them while the memory is digested."""
     gate.opened.clear()
     job = ranks(1, 4)
     index = job.keep(0, 1)
     job.digest(0)
-    slots = job.trainers[0].slots
-    assert slots is not None
+    slots = job.slots(0)
     slots.infos[index].digests = ("those of the written chunks",)
     gate.opened.set()
-    assert job.digests(0, index) == ("those of the written chunks",)
+    for _ in range(2):
+        assert job.digests(0, index) == ("those of the written chunks",)
+        job.digest(0)
+        assert not slots.awaits_digests
 
 
 def test_a_slot_that_cannot_be_digested_is_reported_once_and_stays(

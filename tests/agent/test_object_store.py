@@ -18,11 +18,7 @@ from megatron_flashckpt.sizing.store_requests import of_a_save
 from megatron_flashckpt.storage.object_store import ObjectStore
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
-from tests.support.object_server import (
-    EXPIRED,
-    Proxy,
-    ask_for_bucket,
-)
+from tests.support.object_server import EXPIRED, Proxy, ask_for_bucket
 from tests.support.stored import assert_intact, names_in
 from tests.support.trainer import PATIENCE_S, eventually, save_all
 

@@ -95,7 +95,6 @@ def test_another_user_reaches_neither_socket_slab_nor_log(
 @pytest.mark.parametrize(
     ("umask", "file", "directory", "group"),
     [
-        (0o077, 0o600, 0o700, None),
         (0o027, 0o640, 0o750, None),
         pytest.param(0o002, 0o664, 0o2775, 12345, marks=as_root, id="shared by a group"),
     ],

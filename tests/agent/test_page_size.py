@@ -18,7 +18,6 @@ from tests.support.checkpoints import SAVE_ID
 from tests.support.stored import stored
 
 LARGE = 2**16
-REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import ctypes, json, mmap, os, sys, time
 mmap.PAGESIZE = int(sys.argv[1])
@@ -56,28 +55,20 @@ slab.close()
 """
 
 
-def in_a_process_with_pages_of(nbytes: int, root: Path) -> dict[str, list[list[int]]]:
+def test_with_pages_of_64_kib_data_is_aligned_and_loads_anywhere(root: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(nbytes), str(root)],
-        cwd=REPOSITORY,
+        [sys.executable, "-c", SCRIPT, str(LARGE), str(root)],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    offsets: dict[str, list[list[int]]] = json.loads(done.stdout)
-    return offsets
-
-
-def test_with_pages_of_64_kib_data_is_aligned_and_loads_anywhere(root: Path) -> None:
-    offsets = in_a_process_with_pages_of(LARGE, root)
-    assert len(offsets["writes"]) == 2, "a shard of 6 MB has two chunks"
-    for offset, address, _ in offsets["writes"]:
-        assert offset % LARGE == 0
-        assert address % LARGE == 0
-    first, _ = offsets["writes"]
-    assert first[2] % LARGE == 0
-    assert all(number % LARGE == 0 for number in offsets["offsets"])
+    result = json.loads(done.stdout)
+    assert len(result["writes"]) == 2, "a shard of 6 MB has two chunks"
+    aligned = [number for offset, address, _ in result["writes"] for number in (offset, address)]
+    aligned += [result["writes"][0][2], *result["offsets"]]
+    assert [number % LARGE for number in aligned] == [0] * len(aligned)
     shard = root / file_names.iteration_dir(5) / file_names.shard_name(0, SAVE_ID)
     assert header_nbytes(shard.read_bytes()[:8], "it") == LARGE
     assert verify(stored(root, 5)) == [], "this process reads the file with pages of 4 KiB"

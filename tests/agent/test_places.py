@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,12 +65,10 @@ def test_what_is_no_directory_of_this_user_is_refused(
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_place_where_no_directory_can_be_made_is_named() -> None:
-    with (
-        tempfile.NamedTemporaryFile() as file,
-        pytest.raises(AgentError, match=r"cannot be created .*'runtime_dir'"),
-    ):
-        place_in(Path(file.name) / "run").prepare()
+def test_a_place_where_no_directory_can_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(AgentError, match=r"cannot be created .*'runtime_dir'"):
+        place_in(tmp_path / "file" / "run").prepare()
 
 
 def test_a_relative_runtime_dir_starts_at_the_directory_of_the_rank(

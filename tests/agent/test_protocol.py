@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +98,11 @@ def test_a_descriptor_arrives_with_its_frame_and_belongs_to_the_receiver(
         received = [frames.receive(pair[1])[1] for _ in range(3)]
         assert [fd is None for fd in received] == [True, False, True]
         fd = received[1]
-        assert fd is not None
         assert fd != file.fileno()
         assert os.path.samestat(os.fstat(fd), os.fstat(file.fileno()))
         assert not os.get_inheritable(fd)
         os.close(fd)
         file.write("still open")
-
-
-@pytest.mark.parametrize("cut", [0, 3, 5])
-def test_a_connection_that_ends_inside_a_frame_is_an_eof(pair: Pair, cut: int) -> None:
-    body = msgspec.msgpack.encode(p.Hello(0, 1))
-    pair[0].sendall((struct.pack("<I", len(body)) + body)[:cut])
-    pair[0].close()
-    with pytest.raises(EOFError):
-        frames.receive(pair[1])
 
 
 def test_an_oversized_frame_is_refused_before_it_is_read(pair: Pair) -> None:
@@ -135,7 +125,6 @@ def test_unexpected_descriptors_and_those_of_a_refused_frame_are_closed(pair: Pa
         with left, right, nothing_left_open():
             _send_with(left, struct.pack("<I", 1) + b"x", [file.fileno()] * 3)
             _, fd = frames.receive(right)
-            assert fd is not None
             os.close(fd)
 
 
@@ -268,21 +257,13 @@ def _slab_with(meta: bytes) -> int:
     return fd
 
 
-NOT_SLABS: list[Callable[[], int]] = [
-    lambda: _memory(b"x" * 100),
-    lambda: _memory(bytes(100_000)),
-    lambda: os.open(os.devnull, os.O_RDWR),
-    lambda: os.open("/", os.O_RDONLY),
-    lambda: socket.socket().detach(),
-]
-
-
 def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
     node: Node, root: Path, busy: FakeTrainer
 ) -> None:
     before = open_fds(busy.client.agent_pid, root)
-    for make in NOT_SLABS:
-        fd = make()
+    not_slabs = [_memory(b"x" * 100), _memory(bytes(100_000)), socket.socket().detach()]
+    not_slabs += [os.open(os.devnull, os.O_RDWR), os.open("/", os.O_RDONLY)]
+    for fd in not_slabs:
         with open_raw_connection(node, root) as sock:
             sock.sendall(_HELLO)
             assert b"Welcome" in frames.receive(sock)[0]
@@ -301,19 +282,20 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
     assert busy.save(2).error is None
 
 
-@pytest.mark.parametrize("meta", [b"", b"\x91" * 10_000])
 def test_a_slab_whose_staged_slot_has_no_description_harms_nobody(
-    node: Node, root: Path, busy: FakeTrainer, meta: bytes
+    node: Node, root: Path, busy: FakeTrainer
 ) -> None:
-    agent, fd = busy.client.agent_pid, _slab_with(meta)
+    agent = busy.client.agent_pid
     before = len(open_fds(agent, root))
-    for _ in range(10):
-        with open_raw_connection(node, root) as sock:
-            sock.sendall(_HELLO)
-            assert b"Welcome" in frames.receive(sock)[0]
-            frames.send(sock, p.AttachSlab(), fd)
-            _hang_up_and_read(sock)
-    os.close(fd)
+    for meta in (b"", b"\x91" * 10_000):
+        fd = _slab_with(meta)
+        for _ in range(5):
+            with open_raw_connection(node, root) as sock:
+                sock.sendall(_HELLO)
+                assert b"Welcome" in frames.receive(sock)[0]
+                frames.send(sock, p.AttachSlab(), fd)
+                _hang_up_and_read(sock)
+        os.close(fd)
     kept = before + 1  # rank 77 keeps its last slab
     eventually("the end of all connections", lambda: len(open_fds(agent, root)) == kept)
     assert busy.save(2).error is None
@@ -360,7 +342,6 @@ def test_the_late_end_of_a_former_connection_keeps_the_slot_of_its_successor(
     successor = node.trainer(root)
     successor.take()
     slot = successor.begin(2, new_save_id())
-    assert slot is not None
     before = open_fds(former.client.agent_pid, root)
     former.hang_up()
     eventually(

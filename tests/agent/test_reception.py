@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -170,23 +170,11 @@ def test_an_agent_ends_a_silent_connection_after_a_timeout(
     assert trainer.save(1).error is None, "a connection after its greeting may stay silent"
 
 
-class FailingListener:
-    """A listening socket that raises the given errors in order, and then accepts no connection."""
-
-    def __init__(self, *errors: OSError) -> None:
-        self._errors = list(errors)
-
-    def settimeout(self, _: float) -> None:
-        pass
-
-    def accept(self) -> tuple[socket.socket, object]:
-        raise self._errors.pop(0) if self._errors else TimeoutError
-
-
-@pytest.mark.parametrize(
-    "number", [errno.ECONNABORTED, errno.ENOMEM, errno.ENOBUFS, errno.ENFILE, errno.EPERM]
-)
-def test_no_error_of_accept_ends_the_agent(number: int) -> None:
-    listener = FailingListener(*(OSError(number, os.strerror(number)) for _ in range(3)))
+def test_no_error_of_accept_ends_the_agent() -> None:
+    numbers = errno.ECONNABORTED, errno.ENOMEM, errno.ENOBUFS, errno.ENFILE, errno.EPERM
+    listener = mock.Mock()
+    # If a process is short of something, the listener is asked once more.
+    listener.accept.side_effect = [OSError(number, "") for number in numbers for _ in range(2)]
     reception = Acceptor(SilentConnections())
-    assert [reception.accept(listener, 0.001) for _ in range(5)] == [None] * 5
+    while listener.accept.call_count < 2 * len(numbers):
+        assert reception.accept(listener, 0.001) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,20 +32,12 @@ def get(store: TemplateStore, rank: int, wait_s: float = 0.0) -> tuple[bytes | N
 def test_the_first_rank_computes_a_template_and_the_others_wait(store: TemplateStore) -> None:
     assert [get(store, rank) for rank in (0, 1, 2)] == [COMPUTE, WAIT, WAIT]
     assert get(store, 0) == COMPUTE, "the rank that computes does not wait"
-    with store._changed:
-        store.put("a", b"template")
-    assert get(store, 1) == (b"template", False)
-
-
-def test_a_waiting_rank_gets_the_published_template(store: TemplateStore) -> None:
-    assert get(store, 0) == COMPUTE
-    got: list[object] = []
-    waiting = threading.Thread(target=lambda: got.append(get(store, 1, 60.0)), daemon=True)
-    waiting.start()
-    with store._changed:
-        store.put("a", b"template")
-    waiting.join(60.0)
-    assert got == [(b"template", False)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(get, store, 1, 60.0)
+        with store._changed:
+            store.put("a", b"template")
+        assert waiting.result(50.0) == (b"template", False)
+    assert get(store, 2) == (b"template", False)
 
 
 def test_one_other_rank_computes_if_the_first_takes_too_long(
@@ -59,14 +52,10 @@ def test_one_other_rank_computes_if_the_first_takes_too_long(
 def test_another_rank_computes_the_template_of_a_rank_that_hung_up(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
     assert first.client.fetch_template("a") is None
-    answers: list[bytes | None] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(second.client.fetch_template("a")), daemon=True
-    )
-    asking.start()
-    first.hang_up()
-    asking.join(template_store._COMPUTING_S * 0.8)
-    assert answers == [None]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(second.client.fetch_template, "a")
+        first.hang_up()
+        assert answer.result(template_store._COMPUTING_S * 0.8) is None
 
 
 def test_no_rank_waits_while_the_agent_decodes_a_staged_slot(
@@ -82,18 +71,13 @@ def test_no_rank_waits_while_the_agent_decodes_a_staged_slot(
     # Two modules call the decoder.
     monkeypatch.setattr(request_handler, "decoded_meta", slow)
     monkeypatch.setattr("megatron_flashckpt.memory.slot.decoded_meta", slow)
-    with agent_here(node, root):
+    with agent_here(node, root), ThreadPoolExecutor(2) as pool:
         first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
-        staging = threading.Thread(target=first.stage, args=(1, new_save_id()), daemon=True)
-        staging.start()
+        staging = pool.submit(first.stage, 1, new_save_id())
         assert decoding.wait(PATIENCE_S)
-        answers: list[object] = []
-        polling = threading.Thread(target=lambda: answers.append(second.client.poll(0.0)))
-        polling.start()
-        polling.join(PATIENCE_S / 2)
-        answered = len(answers)
-        assert staging.is_alive(), "the agent is still decoding the slot metadata"
-        may_end.set()
-        staging.join(PATIENCE_S)
-        polling.join(PATIENCE_S)
-        assert answered == 1
+        try:
+            pool.submit(second.client.poll, 0.0).result(PATIENCE_S / 2)
+            assert not staging.done(), "the agent is still decoding the slot metadata"
+        finally:
+            may_end.set()
+        staging.result(PATIENCE_S)

@@ -129,11 +129,9 @@ def test_an_agent_keeps_to_the_rate_limit_until_it_must_end(node: Node, root: Pa
     )
     agent = trainer.client.agent_pid
     trainer.stage(1, new_save_id())
-    started = time.monotonic()
     # The second chunk waits four seconds for the first one, and the third one waits eight.
     assert trainer.client.poll(1.0).pending == 1
     os.kill(agent, signal.SIGTERM)
     assert trainer.outcome().error is None
-    print(f"committed {time.monotonic() - started:.1f} s after it was staged")
     trainer.hang_up()
     eventually("the end of the agent", lambda: not is_alive(agent))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_flashckpt.agent import protocol as p
@@ -32,9 +32,8 @@ class Cluster:
         self.trainers: dict[int, FakeTrainer] = {}
         self.peers: list[p.PeersOpened] = []
         self.plans: list[p.JoinPeers] = []
-        #: Address of each node, and the environment of its agent.
-        self.hosts = ["127.0.0.1"] * len(self.ranks)
-        self.inside: Callable[[int], AbstractContextManager[None]] = lambda node: nullcontext()
+        #: Each node has an address of its own, so that an agent reaches no other by chance.
+        self.hosts = [f"127.0.0.{node + 1}" for node in range(len(self.ranks))]
 
     def _node(self) -> Node:
         self._made += 1
@@ -43,12 +42,9 @@ class Cluster:
     def restart_trainers(self) -> None:
         for trainer in self.trainers.values():
             trainer.hang_up()
-        for number, (node, ranks) in enumerate(zip(self.nodes, self.ranks, strict=True)):
+        for node, ranks in zip(self.nodes, self.ranks, strict=True):
             for rank in ranks:
-                with self.inside(number):
-                    self.trainers[rank] = node.trainer(
-                        self.root, rank, self.world_size, **self._job
-                    )
+                self.trainers[rank] = node.trainer(self.root, rank, self.world_size, **self._job)
 
     def succeed(self, node: int) -> None:
         """Start the next agent in place of a killed one, as the ranks of the node do."""
@@ -56,8 +52,7 @@ class Cluster:
         request = p.OpenPeers(opened.host, 2, opened.identity, opened.port)
         for rank in self.ranks[node]:
             trainer = self.trainers[rank]
-            with self.inside(node):
-                trainer.find_agent()
+            trainer.find_agent()
             assert trainer.client.open_peers(request) == opened
             trainer.client.join_peers(self.plans[node])
             trainer.attach()

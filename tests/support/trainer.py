@@ -6,7 +6,6 @@ a test can kill at a chosen point; run as a program, this file is that process.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import itertools
@@ -21,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -247,7 +246,6 @@ class FakeTrainer:
             self.client.open_run(self.run)
 
     def attach(self) -> tuple[str, ...]:
-        assert self.slab is not None
         return self.client.attach(self.slab)
 
     def take(self) -> tuple[Offer, ...]:
@@ -260,7 +258,6 @@ class FakeTrainer:
 
     def bytes_in(self, index: int) -> bytes:
         """Return the data of a slot."""
-        assert self.slab is not None
         with self.slab.slots[index].data() as data:
             return bytes(data)
 
@@ -382,7 +379,7 @@ class TrainerProcess:
         world_size: int = 1,
         iterations: list[int],
         save_id: str,
-        stop: str,
+        stop: Literal["staging", "staged", "committed"],
         inside: tuple[str, ...] = (),
     ) -> None:
         """Start the process.
@@ -394,15 +391,11 @@ class TrainerProcess:
             stop: `staging` (header written, half of the bytes copied), `staged` ("staged" message
                 sent) or `committed`.
         """
+        job: dict[str, Any] = {"root": str(root), "runtime_dir": str(runtime_dir)}
+        job |= {"rank": rank, "world_size": world_size, "iterations": iterations}
+        job |= {"save_id": save_id, "stop": stop}
         self.process = subprocess.Popen(
-            [
-                *inside,
-                *(sys.executable, "-m", "tests.support.trainer"),
-                *("--root", str(root), "--runtime-dir", str(runtime_dir)),
-                *("--rank", str(rank), "--world-size", str(world_size)),
-                *("--iterations", ",".join(map(str, iterations))),
-                *("--save-id", save_id, "--stop", stop),
-            ],
+            [*inside, sys.executable, "-m", "tests.support.trainer", json.dumps(job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_REPOSITORY,
@@ -412,7 +405,6 @@ class TrainerProcess:
 
     def stopped(self) -> int:
         """Wait until the process has reached `stop`; return the agent's process id."""
-        assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
         assert ready, "the trainer did not come to its stop"
         line = self.process.stdout.readline()
@@ -425,7 +417,6 @@ class TrainerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(PATIENCE_S)
         for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
             stream.close()
 
 
@@ -519,35 +510,24 @@ def end_agents(runtime_dir: Path) -> None:
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--root", required=True)
-    parser.add_argument("--runtime-dir", type=Path, required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--iterations", required=True)
-    parser.add_argument("--save-id", required=True)
-    parser.add_argument("--stop", choices=("staging", "staged", "committed"), required=True)
-    arguments = parser.parse_args()
-    config = config_of(arguments.runtime_dir)
-    trainer = FakeTrainer(arguments.root, config, arguments.rank, arguments.world_size)
-
-    def name(iteration: int) -> str:
-        """Return a name that is equal on all ranks without communication."""
-        return save_name(run_of(arguments.save_id), 10_000 + iteration)
-
-    *earlier, last = map(int, arguments.iterations.split(","))
+    """Run the process of a `TrainerProcess`, whose arguments come as JSON."""
+    job = json.loads(sys.argv[1])
+    config = config_of(Path(job["runtime_dir"]))
+    trainer = FakeTrainer(job["root"], config, job["rank"], job["world_size"])
+    save_id, stop = job["save_id"], job["stop"]
+    *earlier, last = job["iterations"]
     for iteration in earlier:
-        trainer.save(iteration, name(iteration))
-    if arguments.stop == "staging":
-        slot = trainer.begin(last, arguments.save_id, PATIENCE_S)
-        assert slot is not None
+        # The name is equal on all ranks without communication.
+        trainer.save(iteration, save_name(run_of(save_id), 10_000 + iteration))
+    if stop == "staging":
+        slot = trainer.begin(last, save_id, PATIENCE_S)
         with slot.data() as data:
             half = len(data) // 2
             data[:half] = content(trainer.rank, last, len(data))[:half]
-    elif arguments.stop == "staged":
-        trainer.stage(last, arguments.save_id)
+    elif stop == "staged":
+        trainer.stage(last, save_id)
     else:
-        assert trainer.save(last, arguments.save_id).error is None
+        assert trainer.save(last, save_id).error is None
     print(json.dumps({"agent_pid": trainer.client.agent_pid}), flush=True)
     sys.stdin.buffer.read()
 

@@ -46,28 +46,21 @@ def expected(slots: RankSlots, index: int) -> tuple[str, ...]:
         return chunk_digest(data[:CHUNK_NBYTES]), chunk_digest(data[CHUNK_NBYTES:])
 
 
-def test_digests_of_a_sent_slot_also_serve_a_restart(slots: RankSlots, peers: Redundancy) -> None:
-    index = stage(slots, 1)
-    descriptor = peers._descriptor(0, slots, index)
-    assert descriptor is not None
-    assert descriptor.digests == expected(slots, index)
-    (offer,) = slots.offers()
-    assert offer.digests == descriptor.digests
-
-
-def test_a_slot_with_digests_is_not_read_again(
+def test_a_slot_is_read_once_for_its_copies_and_for_a_restart(
     slots: RankSlots, peers: Redundancy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that has changed since the first reading must not get digests that fit it."""
     index = stage(slots, 1)
     digests = expected(slots, index)
-    slots.infos[index].digests = digests
+    first = peers._descriptor(0, slots, index)
+    (offer,) = slots.offers()
+    assert first is not None
+    assert (first.digests, offer.digests) == (digests, digests)
+    slots.infos[index].descriptor = None
     with slots.slab.slots[index].data() as data:
         data[50] ^= 4
     monkeypatch.setattr(slot_bytes, "chunk_digest", None)
-    descriptor = peers._descriptor(0, slots, index)
-    assert descriptor is not None
-    assert descriptor.digests == digests
+    assert peers._descriptor(0, slots, index) == first
 
 
 def test_a_slot_that_is_overwritten_while_it_is_read_has_no_descriptor(

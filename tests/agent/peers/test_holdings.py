@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from collections.abc import Callable
-from typing import ClassVar
 
 import pytest
 
@@ -19,7 +17,6 @@ from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.memory.slot import SlabGeometry
-from tests.support.trainer import eventually
 
 RUN = "000001-aaaa"
 
@@ -76,68 +73,42 @@ def test_a_copy_equals_the_bytes_that_were_sent() -> None:
     assert held.held_of(4) == []
 
 
-def test_parity_restores_each_contribution_from_the_others() -> None:
+def test_parity_restores_each_contribution_and_needs_the_memory_of_the_largest() -> None:
+    """The memory of a dropped save is used again, from zero."""
     held, group = Holdings(), (0, 1, 2)
-    data = [os.urandom(nbytes) for nbytes in (5000, 1234, 7777)]
-    for rank in (2, 0, 1):
-        assert held.held_of(2) == [], "parity is complete only after the last contribution"
-        give(held, group, rank, 10, data[rank])
-    assert held.held_of(1)[0].others == ((0, 0, 5000), (2, 0, 7777))
-    for lost in group:
-        total = bytearray(held.read(group, save(10), 0, 8000))
-        for rank in group:
-            if rank != lost:
-                holdings.combine(total, 0, data[rank])
-        assert total == data[lost].ljust(8000, b"\0")
-
-
-def test_parity_needs_the_memory_of_the_largest_contribution() -> None:
-    held, group = Holdings(), (0, 1, 2)
-    for iteration in range(5):
-        for rank in group:
-            give(held, group, rank, iteration, os.urandom(1000 * (rank + 1)))
+    for iteration in (10, 20, 30):
+        data = [os.urandom(nbytes) for nbytes in (5000, 1234, 7777)]
+        for rank in (2, 0, 1):
+            assert iteration not in iterations(held, 2), "complete only with the last part"
+            give(held, group, rank, iteration, data[rank])
+        assert held.held_of(1)[-1].others == ((0, 0, 5000), (2, 0, 7777))
+        for lost in group:
+            total = bytearray(held.read(group, save(iteration), 0, 8000))
+            for rank in group:
+                if rank != lost:
+                    holdings.combine(total, 0, data[rank])
+            assert total == data[lost].ljust(8000, b"\0")
     (records,) = held._records.values()
-    assert [len(record.memory or b"") for record in records] == [3000, 3000]
+    assert [len(record.memory or b"") for record in records] == [7777, 7777]
 
 
 def test_a_complete_save_is_evicted_only_when_every_place_holds_a_complete_save() -> None:
-    """The sender has two slots and this node two places; the oldest place is used again."""
-    held = Holdings()
-    data = {iteration: os.urandom(3000) for iteration in (10, 20, 30)}
-    give(held, (0,), 0, 10, data[10])
-    give(held, (0,), 0, 20, data[20], upto=2000)
+    """The sender's slots are the places of this node; the oldest place is used again."""
+    held, data = Holdings(), os.urandom(3000)
+    give(held, (0,), 0, 10, data)
+    give(held, (0,), 0, 20, data, upto=2000)
     assert iterations(held, 0) == [10]
-    give(held, (0,), 0, 30, data[30])
+    give(held, (0,), 0, 30, data)
     assert iterations(held, 0) == [10, 30], "the incomplete save was evicted, not the complete one"
-    give(held, (0,), 0, 40, data[20])
-    assert iterations(held, 0) == [30, 40]
-    assert held.read((0,), save(40), 0, 3000) == data[20]
-
-
-def test_reused_parity_memory_starts_from_zero() -> None:
-    held, group = Holdings(), (0, 1)
-    for iteration in (10, 20, 30):
-        data = [os.urandom(2000), os.urandom(2000)]
-        for rank in group:
-            give(held, group, rank, iteration, data[rank])
-        total = bytearray(held.read(group, save(iteration), 0, 2000))
-        holdings.combine(total, 0, data[0])
-        assert total == data[1]
-
-
-def test_a_run_with_fewer_slots_leaves_as_few_saves_held() -> None:
-    """Before, the saves of the former run were held until the agent's end."""
-    held = Holdings()
-    for iteration in (10, 20, 30):
-        give(held, (0,), 0, iteration, b"a" * 3000, slots=3)
-    assert iterations(held, 0) == [10, 20, 30]
-    with pytest.raises(HoldError, match="newer saves than that of iteration 25"):
-        give(held, (0,), 0, 25, b"b" * 3000, slots=1)
-    give(held, (0,), 0, 40, b"b" * 3000, slots=2)
-    assert iterations(held, 0) == [30, 40]
-    give(held, (0,), 0, 50, b"c" * 3000, slots=1)
-    assert iterations(held, 0) == [50]
-    assert held.read((0,), save(50), 0, 3000) == b"c" * 3000
+    give(held, (0,), 0, 40, data, slots=3)
+    assert iterations(held, 0) == [10, 30, 40]
+    with pytest.raises(HoldError, match="newer saves than that of iteration 35"):
+        give(held, (0,), 0, 35, data, slots=1)
+    give(held, (0,), 0, 50, data, slots=2)
+    assert iterations(held, 0) == [40, 50], "a run with fewer slots leaves as few saves held"
+    give(held, (0,), 0, 60, data[::-1], slots=1)
+    assert iterations(held, 0) == [60]
+    assert held.read((0,), save(60), 0, 3000) == data[::-1]
 
 
 def test_another_part_of_the_same_save_replaces_the_former_part() -> None:
@@ -210,20 +181,6 @@ def test_a_run_drops_saves_of_other_histories_and_foreign_parity_groups() -> Non
     assert iterations(held, 0) == []
 
 
-class RecordedMemory(mmap.mmap):
-    """Memory that records which threads free it: the kernel needs 0.1 s for a GB."""
-
-    freed_by: ClassVar[list[threading.Thread]] = []
-
-    def close(self) -> None:
-        self.freed_by.append(threading.current_thread())
-        super().close()
-
-    def __del__(self) -> None:
-        if not self.closed:
-            self.freed_by.append(threading.current_thread())
-
-
 @pytest.mark.parametrize(
     "drop",
     [
@@ -238,11 +195,9 @@ def test_a_separate_thread_frees_dropped_memory(
     drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers wait for an `OpenRun` request, and other nodes wait for `begin`."""
-    monkeypatch.setattr(holdings.mmap, "mmap", RecordedMemory)
-    RecordedMemory.freed_by.clear()
+    freed: list[mmap.mmap | None] = []
+    monkeypatch.setattr(holdings, "free", freed.append)
     held = Holdings()
     give(held, (0,), 0, 10, b"data")
     drop(held)
-    eventually("the memory is freed", lambda: RecordedMemory.freed_by)
-    assert len(RecordedMemory.freed_by) == 1
-    assert RecordedMemory.freed_by[0] is not threading.current_thread()
+    assert len([memory for memory in freed if memory is not None and not memory.closed]) == 1

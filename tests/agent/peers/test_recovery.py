@@ -30,7 +30,6 @@ def assert_recovered(made: Cluster, rank: int, iterations: list[int]) -> None:
     offers = trainer.take()
     assert [offer.iteration for offer in offers] == iterations
     for offer in offers:
-        assert trainer.slab is not None
         assert trainer.slab.slots[offer.slot].header.state == SlotState.STAGED
         expected = content(rank, offer.iteration, trainer.layout.nbytes)
         assert trainer.bytes_in(offer.slot) == expected
@@ -56,7 +55,10 @@ def recover_lost(made: Cluster, scheme: str, group: int, lost: int, saves: list[
 def test_any_lost_node_recovers_its_checkpoints_without_storage(
     tmp_path: Path, scheme: str, group: int, sizes: tuple[int, ...], holders: int
 ) -> None:
-    """The copies that it held for others are sent again when training resumes."""
+    """The copies that it held for others are sent again when training resumes.
+
+    The first node that is lost requests one save only, as if the other one was of another history.
+    """
     with cluster(tmp_path, sizes, numel=5000) as made:
         made.start(scheme, group)
         for lost in range(len(sizes)):
@@ -65,17 +67,16 @@ def test_any_lost_node_recovers_its_checkpoints_without_storage(
             for iteration in (older, newer):
                 saves.append(made.stage(iteration))
                 made.await_held(iteration, holders)
-            recover_lost(made, scheme, group, lost, saves)
+            recover_lost(made, scheme, group, lost, saves if lost else saves[:1])
             for rank in made.ranks[lost]:
-                assert_recovered(made, rank, [newer, older])
-            held_before = made.reported_held(newer)
-            made.join(run_after(saves[1], newer))
-            made.await_held(newer, holders, beyond=held_before)
+                assert_recovered(made, rank, [newer, older] if lost else [older])
+            if lost:
+                held_before = made.reported_held(newer)
+                made.join(run_after(saves[1], newer))
+                made.await_held(newer, holders, beyond=held_before)
 
 
-def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(
-    tmp_path: Path,
-) -> None:
+def test_the_replacement_of_a_lost_node_persists_its_unwritten_save(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
         made.start("copy")
         assert {made.stage(5)} == {made.trainers[rank].outcome().save_id for rank in range(2)}
@@ -113,9 +114,7 @@ def test_the_loss_of_two_nodes_of_a_group_is_reported_as_unrecoverable(tmp_path:
         assert [offer.iteration for offer in made.trainers[0].take()] == [10]
 
 
-def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
-    tmp_path: Path,
-) -> None:
+def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(tmp_path: Path) -> None:
     """A second writer would overwrite a shard that the first may have committed.
 
     Only the agent that holds rank 0's part may commit, wherever rank 0 is now.
@@ -151,16 +150,6 @@ def test_after_a_swap_of_two_nodes_only_the_former_agent_writes_a_shard(
             "a rank gets no results of an earlier run"
         )
         assert (made.root / file_names.TRACKER).read_text() == "20"
-
-
-def test_a_rank_recovers_only_the_requested_save(tmp_path: Path) -> None:
-    with cluster(tmp_path, (1, 1)) as made:
-        made.start("copy")
-        older, newer = made.stage(10), made.stage(20)
-        made.await_held(20, 1)
-        recover_lost(made, "copy", 2, 0, [older])
-        assert_recovered(made, 0, [10])
-        assert newer not in [offer.save_id for offer in made.trainers[0].take()]
 
 
 def recovering(made: Cluster, save_id: str, hung: int = 0) -> None:
@@ -200,7 +189,6 @@ def test_a_late_recovery_does_not_replace_the_slots_of_the_next_trainer(tmp_path
         later = made.trainers[1] = made.nodes[1].trainer(made.root, 1, 2)
         newer = new_save_id()
         slot = later.begin(20, newer)
-        assert slot is not None
         os.kill(holder, signal.SIGCONT)
         eventually("the recovery", lambda: "recovered iteration 10" in made.log(1))
         later.fill(slot, content(1, 20, later.layout.nbytes))
@@ -213,22 +201,16 @@ def test_a_late_recovery_does_not_replace_the_slots_of_the_next_trainer(tmp_path
         assert (made.root / file_names.TRACKER).read_text() == "20"
 
 
-@pytest.mark.parametrize("scheme", ["copy", "xor"])
-def test_a_lost_node_with_one_slot_gets_its_only_checkpoint_from_others(
-    tmp_path: Path, scheme: str
-) -> None:
+def test_a_lost_node_with_one_slot_gets_its_only_checkpoint_from_others(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1, 1), slots=1) as job:
-        job.start(scheme, 3)
+        job.start("xor", 3)
         for iteration in (1, 2):
             for trainer in job.trainers.values():
                 if iteration == 2:
                     trainer.outcome()
             save_id = job.stage(iteration)
-            job.await_held(iteration, 1 if scheme == "copy" else 2)
+            job.await_held(iteration, 2)
         job.lose(0)
-        job.start(scheme, 3)
-        back = job.trainers[0]
-        back.client.recover((save_id,))
-        (offer,) = back.take()
-        assert offer.iteration == 2
-        assert back.bytes_in(offer.slot) == content(0, 2, back.layout.nbytes)
+        job.start("xor", 3)
+        job.trainers[0].client.recover((save_id,))
+        assert_recovered(job, 0, [2])

@@ -67,9 +67,3 @@ def test_parity_is_rotated_over_the_nodes_of_a_group() -> None:
     assert topology.shares(0) == {0: [(1, Part((0, 2), 0, 2)), (2, Part((0, 1), 1, 2))]}
     assert topology.shares(1) == {1: [(0, Part((1, 2), 0, 2)), (2, Part((0, 1), 1, 2))]}
     assert topology.shares(2) == {2: [(0, Part((1, 2), 0, 2)), (1, Part((0, 2), 1, 2))]}
-
-
-def test_nodes_that_fill_no_group_join_other_groups() -> None:
-    topology = Topology("xor", 3, [(n,) for n in range(8)])
-    groups = [{node, *topology.holders(node)} for node in range(8)]
-    assert groups == [{0, 1, 2, 3}] * 4 + [{4, 5, 6, 7}] * 4
