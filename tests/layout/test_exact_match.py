@@ -6,6 +6,7 @@ searches the other shards only for the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -43,6 +44,13 @@ def outcome(
         return type(error), str(error)
 
 
+def refused_by_any(wanted: Sequence[list[Piece]], sources: list[Source], *, short: bool) -> bool:
+    """Return whether the load of any rank's `wanted` pieces from `sources` fails."""
+    shortcuts = [held(sources, rank) if short else NOTHING_STORED for rank in range(len(wanted))]
+    plans = (outcome(pieces, sources, own) for pieces, own in zip(wanted, shortcuts, strict=True))
+    return not all(isinstance(plan, ReadPlan) for plan in plans)
+
+
 def runs_of(stored: list[list[Piece]]) -> st.SearchStrategy[tuple[int, int]]:
     """Return a strategy for a non-empty run, as rank and position."""
     runs = [
@@ -50,16 +58,6 @@ def runs_of(stored: list[list[Piece]]) -> st.SearchStrategy[tuple[int, int]]:
     ]
     assume(runs)
     return st.sampled_from(runs)
-
-
-def refused_by_any(wanted: Sequence[list[Piece]], sources: list[Source], *, short: bool) -> bool:
-    """Return whether the load of any rank's `wanted` pieces from `sources` fails."""
-    return any(
-        not isinstance(
-            outcome(pieces, sources, held(sources, rank) if short else NOTHING_STORED), ReadPlan
-        )
-        for rank, pieces in enumerate(wanted)
-    )
 
 
 def test_a_load_in_the_saved_layout_searches_no_other_shard():
@@ -115,6 +113,7 @@ def test_a_run_that_replaces_another_is_refused_by_some_rank(data, drawn, ranks)
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(HUGE) | st.integers(-8, 30))
 def test_any_forged_placement_fails_exactly_if_it_fails_a_full_search(data, number):
+    """Or all reads lie inside the runs that ranks store."""
     sound = data.draw(cuts([matrix((0, 0), (4, 6))], 2))
     sources = sources_of(sound)
     rank, position = data.draw(runs_of(sound))
@@ -124,6 +123,13 @@ def test_any_forged_placement_fails_exactly_if_it_fails_a_full_search(data, numb
     sources[rank] = sources[rank]._replace(placement=tuple(placement))
     refused = refused_by_any(sound, sources, short=False)
     assert refused_by_any(sound, sources, short=True) == refused
+    for short in (NOTHING_STORED, held(sources, 0)):
+        plan = outcome([matrix((0, 0), (4, 6))], sources, short)
+        for reader, reads in plan.reads.items() if isinstance(plan, ReadPlan) else ():
+            nbytes = sources[reader].template.nbytes
+            for read in reads:
+                assert 0 <= read.source_offset < read.source_offset + read.nbytes <= nbytes
+                assert 0 <= read.stored.start < read.stored.end <= math.prod(read.stored.shape)
 
 
 def test_a_doubled_piece_serves_only_the_ranks_that_store_it():

@@ -427,28 +427,6 @@ def test_a_range_beyond_its_box_does_not_cover_the_next_rows(wanted_same_box):
     assert_refused([sound._replace(placement=(0, 0, 6))], [wanted])
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data(), st.sampled_from(HUGE) | st.integers(-8, 30))
-def test_with_any_placement_a_plan_stays_within_the_stored_runs(data, number):
-    """The plan fails, or its reads lie inside the runs that the rank stores."""
-    piece = matrix((0, 0), (4, 6))
-    stored = data.draw(cuts([piece], 2))
-    sources = sources_of(stored)
-    rank = data.draw(st.sampled_from([r for r, held in enumerate(stored) if held]))
-    placement = list(sources[rank].placement)
-    placement[data.draw(st.integers(0, len(placement) - 1))] = number
-    sources[rank] = sources[rank]._replace(placement=tuple(placement))
-    try:
-        plan = read_plan([piece], sources, PLACE)
-    except (CorruptCheckpointError, MissingStateError):
-        return
-    for reader, reads in plan.reads.items():
-        nbytes = sources[reader].template.nbytes
-        for read in reads:
-            assert 0 <= read.source_offset < read.source_offset + read.nbytes <= nbytes
-            assert 0 <= read.stored.start < read.stored.end <= math.prod(read.stored.shape)
-
-
 ALONE, LENIENT = "--no-load-optim", "--dist-ckpt-strictness log_all"
 CONVERSION = "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
 

@@ -36,8 +36,9 @@ EXPERTS_TP1 = layout(tp=2, ep=2, etp=1)
 EXPERT_LAYOUTS = [layout(ep=4), layout(tp=2, ep=2), EXPERTS_TP1, layout(pp=2, ep=2)]
 MODELS = {
     "tied": {},
-    "untied-swiglu": {"untie_embeddings_and_output_weights": True, "swiglu": True},
-    "gqa-rms": {
+    "untied-swiglu-gqa-rms": {
+        "untie_embeddings_and_output_weights": True,
+        "swiglu": True,
         "normalization": "RMSNorm",
         "group_query_attention": True,
         "num_query_groups": 4,
