@@ -6,11 +6,12 @@ searches the other shards only for the rest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
@@ -24,9 +25,9 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, ReadPlan, read_plan
 from megatron_flashckpt.layout.reshard import Run
 from megatron_flashckpt.layout.template import Source
-from tests.layout.test_read_plan import HUGE, PLACE, box, cuts, matrix, runs_of, tensors_drawn
+from tests.layout.test_read_plan import HUGE, PLACE, box, cuts, matrix, tensors_drawn
 from tests.support.strategies import in_layout_order
-from tests.support.worlds import run, sizes, source, sources_of, stored_by, wanted_by, whole
+from tests.support.worlds import run, source, sources_of, whole
 
 
 def held(sources: Sequence[Source], rank: int) -> StoredPieces:
@@ -45,35 +46,18 @@ def outcome(
 
 def refused_by_any(wanted: Sequence[list[Piece]], sources: list[Source], *, short: bool) -> bool:
     """Return whether the load of any rank's `wanted` pieces from `sources` fails."""
-    return any(
-        not isinstance(
-            outcome(pieces, sources, held(sources, rank) if short else NOTHING_STORED), ReadPlan
-        )
-        for rank, pieces in enumerate(wanted)
-    )
+    shortcuts = [held(sources, rank) if short else NOTHING_STORED for rank in range(len(wanted))]
+    plans = (outcome(pieces, sources, own) for pieces, own in zip(wanted, shortcuts, strict=True))
+    return not all(isinstance(plan, ReadPlan) for plan in plans)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data(), tensors_drawn(), st.integers(1, 4))
-def test_any_shards_give_the_same_plan_as_a_full_search(data, drawn, ranks):
-    _, wholes = drawn
-    stored = data.draw(cuts(wholes, ranks))
-    sources = sources_of(stored)
-    other = data.draw(cuts(wholes, data.draw(st.integers(1, 3))))
-    for rank in range(ranks):
-        for wanted in [*stored, *other]:
-            assert outcome(wanted, sources, held(sources, rank)) == outcome(wanted, sources)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.data(), sizes, sizes)
-def test_models_of_any_parallel_sizes_give_the_same_plan_as_a_full_search(data, saved, loaded):
-    sources = sources_of(stored_by(saved))
-    same_place = data.draw(st.integers(0, len(sources) - 1))
-    for job in (saved, loaded):
-        rank = [data.draw(st.integers(0, n - 1)) for n in (job.tp, job.pp, job.ep, job.dp)]
-        wanted = wanted_by(job, *rank)
-        assert outcome(wanted, sources, held(sources, same_place)) == outcome(wanted, sources)
+def runs_of(stored: list[list[Piece]]) -> st.SearchStrategy[tuple[int, int]]:
+    """Return a strategy for a non-empty run, as rank and position."""
+    runs = [
+        (rank, n) for rank, held in enumerate(stored) for n, part in enumerate(held) if part.numel
+    ]
+    assume(runs)
+    return st.sampled_from(runs)
 
 
 def test_a_load_in_the_saved_layout_searches_no_other_shard():
@@ -129,23 +113,23 @@ def test_a_run_that_replaces_another_is_refused_by_some_rank(data, drawn, ranks)
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(HUGE) | st.integers(-8, 30))
 def test_any_forged_placement_fails_exactly_if_it_fails_a_full_search(data, number):
+    """Or all reads lie inside the runs that ranks store."""
     sound = data.draw(cuts([matrix((0, 0), (4, 6))], 2))
     sources = sources_of(sound)
-    rank, item = data.draw(
-        st.sampled_from(
-            [
-                (stored.rank, item)
-                for stored in sources
-                for item in stored.template.items
-                if item.numel
-            ]
-        )
-    )
+    rank, position = data.draw(runs_of(sound))
+    item = sources[rank].template.items[position]
     placement = list(sources[rank].placement)
     placement[item.placed_at + data.draw(st.integers(0, 2))] = number
     sources[rank] = sources[rank]._replace(placement=tuple(placement))
     refused = refused_by_any(sound, sources, short=False)
     assert refused_by_any(sound, sources, short=True) == refused
+    for short in (NOTHING_STORED, held(sources, 0)):
+        plan = outcome([matrix((0, 0), (4, 6))], sources, short)
+        for reader, reads in plan.reads.items() if isinstance(plan, ReadPlan) else ():
+            nbytes = sources[reader].template.nbytes
+            for read in reads:
+                assert 0 <= read.source_offset < read.source_offset + read.nbytes <= nbytes
+                assert 0 <= read.stored.start < read.stored.end <= math.prod(read.stored.shape)
 
 
 def test_a_doubled_piece_serves_only_the_ranks_that_store_it():
@@ -154,15 +138,9 @@ def test_a_doubled_piece_serves_only_the_ranks_that_store_it():
     sources = sources_of([[layer], [layer], []])
     for rank in range(2):
         assert read_plan([layer], sources, PLACE, held=held(sources, rank)).reads.keys() == {rank}
-    with pytest.raises(MissingStateError, match="not stored exactly once"):
-        read_plan([layer], sources, PLACE, held=held(sources, 2))
-
-
-def test_a_rank_that_stores_a_piece_twice_is_refused():
-    layer = whole("w", "exp_avg", "F32", (2, 4), (0, 0), (1, 4))
-    sources = sources_of([[layer, layer]])
-    with pytest.raises(MissingStateError, match="not stored exactly once"):
-        read_plan([layer], sources, PLACE, held=held(sources, 0))
+    for forged, rank in ((sources, 2), (sources_of([[layer, layer]]), 0)):
+        with pytest.raises(MissingStateError, match="not stored exactly once"):
+            read_plan([layer], forged, PLACE, held=held(forged, rank))
 
 
 def test_each_rank_with_a_shared_template_counts():
@@ -179,21 +157,6 @@ def test_each_rank_with_a_shared_template_counts():
         read_plan([alone], shared, PLACE, held=held(shared, 0))
 
 
-@pytest.mark.parametrize("other", [box("w", dtype="BF16"), box("w", 9), matrix((0, 0), (4, 6))])
-def test_a_tensor_with_contradictory_shapes_or_types_is_refused(other):
-    sources = sources_of([[box("w")], [other]])
-    with pytest.raises(MissingStateError, match="in the checkpoint"):
-        read_plan([box("w")], sources, PLACE, held=held(sources, 0))
-
-
-def test_a_tensor_of_two_shapes_is_refused_even_without_an_excess():
-    half = run(box("w"), 0, 4)
-    sources = sources_of([[half], [run(box("w", 9), 4, 8)]])
-    assert held(sources, 0) == StoredPieces(0, {})
-    with pytest.raises(MissingStateError, match="in the checkpoint"):
-        read_plan([half], sources, PLACE, held=held(sources, 0))
-
-
 @pytest.mark.parametrize("number", HUGE)
 @pytest.mark.parametrize("field", ["global_shape", "shape", "numel", "byte_offset"])
 def test_an_impossible_template_is_refused_even_if_it_is_wanted(number, field):
@@ -206,10 +169,3 @@ def test_an_impossible_template_is_refused_even_if_it_is_wanted(number, field):
         result = outcome([wanted], [forged], held([forged], 0))
         assert result == outcome([wanted], [forged])
         assert not isinstance(result, ReadPlan)
-
-
-@pytest.mark.parametrize("placement", [(), (0,), (0, 0, 0, 0)])
-def test_a_placement_of_another_length_is_refused(placement):
-    forged = source(0, [matrix((0, 0), (4, 6))])._replace(placement=placement)
-    with pytest.raises(CorruptCheckpointError, match="do not fit their template"):
-        read_plan([matrix((0, 0), (4, 6))], [forged], PLACE, held=held([forged], 0))

@@ -22,9 +22,7 @@ def main() -> None:
     parser.add_argument("--content", help="what is read")
     parser.add_argument("--appear-s", type=float, default=node_leader.APPEAR_S)
     parser.add_argument("--answer-s", type=float, default=node_leader.ANSWER_S)
-    parser.add_argument(
-        "--in-read", choices=["return", "hang", "fork-and-hang", "await"], default="return"
-    )
+    parser.add_argument("--in-read", choices=["return", "fork-and-hang", "await"], default="return")
     parser.add_argument("--stay", action="store_true", help="live until stdin is closed")
     options = parser.parse_args()
     node_leader.APPEAR_S, node_leader.ANSWER_S = options.appear_s, options.answer_s
@@ -39,7 +37,7 @@ def main() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             print(os.getpid(), flush=True)
             time.sleep(600)
-        if options.in_read.endswith("hang"):
+        if options.in_read == "fork-and-hang":
             time.sleep(600)
         return options.content.encode()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_flashckpt.load import argument_source
@@ -21,42 +23,28 @@ def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "first"),
-    [
-        (None, None),
-        (FIRST, FIRST),
-        (ArgumentSource(2, "bb", FIRST.digest), FIRST),
-        # Nodes may have different command lines; only the save must be the same.
-        (ArgumentSource(4, "aa", "another"), FIRST),
-    ],
-    ids=["none", "same", "equal arguments", "same save"],
-)
-def test_ranks_with_the_same_save_or_arguments_agree(
-    own: ArgumentSource | None, first: ArgumentSource | None
-) -> None:
-    note("load", own)
-    assert disagreement({} if first is None else {"load": first}) is None
-
-
-@pytest.mark.parametrize(
     ("own", "first", "message"),
     [
+        (None, None, None),
+        (FIRST, FIRST, None),
+        (ArgumentSource(2, "bb", FIRST.digest), FIRST, None),
+        # Nodes may have different command lines; only the save must be the same.
+        (ArgumentSource(4, "aa", "another"), FIRST, None),
         (None, FIRST, "from no checkpoint in --load, on rank 0 from iteration 4 .save aa."),
         (FIRST, None, "from iteration 4 .save aa. in --load, on rank 0 from no checkpoint"),
         (ArgumentSource(2, "bb", "another"), FIRST, "from iteration 2 .save bb. in --load, on"),
         # Another save of the same iteration.
         (ArgumentSource(4, "bb", "another"), FIRST, "from iteration 4 .save bb. in --load, on"),
     ],
-    ids=["nothing", "something", "another iteration", "another save"],
 )
-def test_ranks_with_other_checkpoints_disagree(
-    own: ArgumentSource | None, first: ArgumentSource | None, message: str
+def test_ranks_with_the_same_save_or_arguments_agree(
+    own: ArgumentSource | None, first: ArgumentSource | None, message: str | None
 ) -> None:
     note("load", own)
     error = disagreement({} if first is None else {"load": first})
-    assert error is not None
-    with pytest.raises(type(error), match=message):
-        raise error
+    assert (error is None) == (message is None)
+    if error is not None:
+        assert re.search(str(message), str(error))
 
 
 def test_each_option_has_a_source_and_a_later_read_replaces_it() -> None:

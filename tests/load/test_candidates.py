@@ -152,13 +152,6 @@ def test_the_newest_intact_checkpoint_in_memory_or_storage_is_used(
     assert tried(storage, memory, dict.fromkeys(damaged, DAMAGE)) == order
 
 
-def test_after_the_tracker_was_set_back_nothing_newer_is_used(storage: PosixStore) -> None:
-    storage.put(TRACKER, b"4")
-    assert tried(storage, [held(6), held(2)], {"4": DAMAGE}) == ["4", "memory 2"]
-    with pytest.raises(CorruptCheckpointError, match="every checkpoint is damaged"):
-        tried(storage, [held(6)], {"4": DAMAGE, "2": DAMAGE})
-
-
 def test_a_tracker_that_names_no_checkpoint_falls_back_to_the_newest(
     storage: PosixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,13 +165,14 @@ def test_a_tracker_that_names_no_checkpoint_falls_back_to_the_newest(
     assert tried(storage, [held(8)], {}, fall_back=False) == ["memory 8"]
     storage.put(TRACKER, b"?")
     assert tried(storage, [], {}) == ["6"]
-
-
-def test_training_does_not_start_anew_if_what_the_tracker_names_is_gone(tmp_path: Path) -> None:
-    store = PosixStore(tmp_path)
-    store.put(TRACKER, b"8")
+    with pytest.raises(CorruptCheckpointError, match="is no iteration; write 6 "):
+        tried(storage, [], {}, fall_back=False)
+    # Without any checkpoint, training does not start anew.
+    for iteration in (2, 4, 6):
+        remove(storage, iteration)
+    storage.put(TRACKER, b"8")
     with pytest.raises(NotCommittedError, match="iter_0000008"):
-        tried(store, [], {})
+        tried(storage, [], {})
 
 
 def test_what_is_removed_while_it_loads_is_chosen_anew(
@@ -198,67 +192,41 @@ def test_what_is_removed_while_it_loads_is_chosen_anew(
     assert "DAMAGED" not in caplog.text
 
 
-def test_memory_off_the_newest_history_is_named_with_the_reason(
-    storage: PosixStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    unknown = run_name(1, "ffff")
-    assert tried(storage, [held(8, unknown)], {}) == ["6"]
-    expected = f"iteration 8 in host memory (save {saved(8, unknown).save_id}) is not used: "
-    assert f"{expected}the directory does not know its run" in caplog.text
-
-
 @pytest.mark.parametrize(
     "error",
     [
         MissingStateError("another model"),
         FormatVersionError("of the future"),
         StorageError(13, "permission denied"),
-        FlashCkptError("anything"),
+        FlashCkptError("rank 1: OutOfMemoryError: CUDA out of memory"),
+        DAMAGE,
     ],
+    ids=lambda error: type(error).__name__,
 )
-def test_an_error_other_than_damage_never_falls_back(
-    storage: PosixStore, error: FlashCkptError
+def test_only_damage_costs_iterations_and_only_if_the_job_may_lose_them(
+    storage: PosixStore, tmp_path: Path, error: FlashCkptError
 ) -> None:
-    with pytest.raises(type(error)) as caught:
-        tried(storage, [], {"6": error})
-    assert caught.value is error
-    # After any error in memory, the load tries storage, and no other checkpoint in memory.
-    assert tried(storage, [held(9), held(8)], {"memory 9": error}) == ["memory 9", "6"]
+    def raised(
+        store: PosixStore, memory: list[MemoryCheckpoint], name: str, *, fall_back: bool = True
+    ) -> FlashCkptError | None:
+        try:
+            tried(store, memory, {name: error}, fall_back=fall_back)
+        except FlashCkptError as caught:
+            return caught
+        return None
 
-
-def test_training_never_starts_anew_because_memory_failed_to_load(
-    tmp_path: Path,
-) -> None:
-    """Only damage may cost iterations. Storage is empty here, so all iterations would be lost."""
-    store = PosixStore(tmp_path)
-    store.create(run_file(1), encode_run(RunObject(name=RUN)))
-    error = FlashCkptError("rank 1: OutOfMemoryError: CUDA out of memory")
-    with pytest.raises(FlashCkptError) as caught:
-        tried(store, [held(6)], {"memory 6": error})
-    assert caught.value is error
-
-
-@pytest.mark.parametrize("error", [FlashCkptError("no memory"), MissingStateError("a layer")])
-def test_without_fallback_no_error_of_memory_costs_iterations(
-    storage: PosixStore, error: FlashCkptError
-) -> None:
-    with pytest.raises(type(error)) as caught:
-        tried(storage, [held(8)], {"memory 8": error}, fall_back=False)
-    assert caught.value is error
+    unless_damage = None if error is DAMAGE else error
+    assert raised(storage, [], "6") is unless_damage
+    assert raised(storage, [], "6", fall_back=False) is error
+    assert raised(storage, [held(8)], "memory 8", fall_back=False) is error
     order = tried(storage, [held(6)], {"memory 6": error}, fall_back=False)
     assert order == ["memory 6", "6"]
-
-
-def test_without_fallback_no_iteration_is_lost(storage: PosixStore) -> None:
-    with pytest.raises(CorruptCheckpointError):
-        tried(storage, [], {"6": DAMAGE}, fall_back=False)
-    with pytest.raises(CorruptCheckpointError):
-        tried(storage, [held(8)], {"memory 8": DAMAGE}, fall_back=False)
-    order = tried(storage, [held(6)], {"memory 6": DAMAGE}, fall_back=False)
-    assert order == ["memory 6", "6"]
-    storage.put(TRACKER, b"?")
-    with pytest.raises(CorruptCheckpointError, match="is no iteration; write 6 "):
-        tried(storage, [], {}, fall_back=False)
+    # After another error in memory, the load tries storage, and no other checkpoint in memory.
+    order = tried(storage, [held(9), held(8)], {"memory 9": error})
+    assert order == ["memory 9", "memory 8" if error is DAMAGE else "6"]
+    empty = PosixStore(tmp_path / "empty")
+    empty.create(run_file(1), encode_run(RunObject(name=RUN)))
+    assert raised(empty, [held(6)], "memory 6") is unless_damage
 
 
 def test_if_all_checkpoints_are_damaged_the_error_names_each(storage: PosixStore) -> None:
@@ -277,13 +245,11 @@ def test_the_report_names_damage_place_and_loss(
     assert "iteration 6 in memory: rank 3: a file" in block
     assert "iteration 6 in storage: rank 3: a file" in block
     assert "RESUMES FROM ITERATION 4 in storage: 2 iterations are lost" in block
-
-
-def test_only_rank_0_logs_the_report(storage: PosixStore, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     candidates = opened(storage, [], rank=1)
     candidates.refuse(DAMAGE)
     candidates.report()
-    assert caplog.messages == []
+    assert caplog.messages == [], "another rank than 0 logs the report"
 
 
 def test_a_commit_that_no_tracker_names_counts(storage: PosixStore) -> None:
@@ -342,25 +308,18 @@ def test_a_release_that_is_gone_is_replaced_by_memory_only(storage: PosixStore) 
 
 
 @pytest.mark.parametrize("fall_back", [True, False])
-def test_a_copy_under_another_name_costs_nothing(
+def test_a_copy_under_another_name_costs_nothing_but_a_new_name_what_lies_between(
     storage: PosixStore, fall_back: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, it was called damaged, and two iterations lost."""
     storage.create(f"{iteration_dir(8)}/{end_name(saved(6).save_id)}", b"a manifest")
     errors = {"8": RenamedCheckpointError("iter_0000008: holds iteration 6")}
     assert tried(storage, [], errors, fall_back=fall_back) == ["8", "6"]
     assert "iter_0000008: holds iteration 6; it is not loaded" in caplog.text
     assert "DAMAGED" not in caplog.text
-
-
-def test_a_new_name_of_what_the_tracker_names_costs_what_lies_between(
-    storage: PosixStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    remove(storage, 6)
-    storage.create(f"{iteration_dir(8)}/{end_name(saved(6).save_id)}", b"a manifest")
-    errors = {"8": RenamedCheckpointError("iter_0000008: holds iteration 6")}
-    assert tried(storage, [], errors) == ["8", "4"]
-    assert "RESUMES FROM ITERATION 4 in storage: at most 2 iterations are lost" in caplog.text
+    if fall_back:
+        remove(storage, 6)
+        assert tried(storage, [], errors) == ["8", "4"]
+        assert "RESUMES FROM ITERATION 4 in storage: at most 2 iterations are lost" in caplog.text
 
 
 def test_a_directory_that_is_a_link_is_loaded_only_if_it_is_what_it_says(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import math
 import threading
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from tests.support.checkpoints import MadeSave, expected, make, read
 from tests.support.stored import read_all
 from tests.support.worlds import (
-    Sizes,
     content,
     files_of,
     model_tensors,
@@ -104,65 +102,31 @@ def test_tensors_of_any_rank_are_filled_from_any_saved_sizes(data, saved, loaded
         assert bytes(tensor.view(torch.uint8).numpy().data) == content(tensors, piece)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_ranks_of_another_job_are_filled_from_real_files(tmp_path: Path, threads: int) -> None:
-    saved = Sizes(tp=2, pp=2, ep=2, dp=3, grouped=False, distributed=True)
-    loaded = Sizes(tp=3, pp=1, ep=4, dp=2, grouped=True, distributed=True)
-    stored = make(tmp_path / "save", ranks=[held for held in stored_by(saved) if held]).stored()
-    for tp, ep, dp in itertools.product(range(loaded.tp), range(loaded.ep), range(loaded.dp)):
-        wanted = wanted_by(loaded, tp, 0, ep, dp)
-        for filled, original in zip(read(stored, wanted, threads), expected(wanted), strict=True):
-            assert torch.equal(filled, original)
-
-
 # ---------------------------------------------------------------------- large tensors
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("number", range(len(MATRICES)))
-def test_columns_of_large_tensors_are_read_bit_for_bit(
+def test_columns_and_ranges_of_them_are_read_bit_for_bit(
     large: MadeSave, matrices: list[torch.Tensor], number: int, threads: int
 ) -> None:
+    """Ranges begin and end next to the first border of chunks in the tensor."""
     rows, columns = MATRICES[number].shape
     third = columns // 3
-    cuts = [(0, third), (third, columns - 7), (columns - 7, columns)]
-    wanted = [part(number, (0, rows), cut) for cut in cuts]
-    for filled, (low, high) in zip(read(large.stored(), wanted, threads), cuts, strict=True):
-        assert torch.equal(filled, as_bytes(matrices[number][:, low:high]))
-
-
-@pytest.mark.parametrize("number", range(len(MATRICES)))
-def test_ranges_of_columns_across_a_border_of_chunks_are_read_bit_for_bit(
-    large: MadeSave, matrices: list[torch.Tensor], number: int
-) -> None:
-    rows, columns = MATRICES[number].shape
+    blocks = [(0, third), (third, columns - 7), (columns - 7, columns)]
+    wanted = [part(number, (0, rows), block) for block in blocks]
+    expected = [matrices[number][:, low:high].reshape(-1) for low, high in blocks]
     low, high = columns // 5, columns - 1
     block = part(number, (0, rows), (low, high))
-    width = itemsize(block.dtype)
-    # Position of the first chunk border within this tensor.
-    border = (-STARTS[number] % CHUNK_NBYTES or CHUNK_NBYTES) // width
+    border = (-STARTS[number] % CHUNK_NBYTES or CHUNK_NBYTES) // itemsize(block.dtype)
     row, column = divmod(border, columns)
     place = row * (high - low) + min(max(column - low, 0), high - low - 1)
-    cuts = [
-        (place, place + 1),
-        (max(place - 1, 0), place + 1),
-        (max(place - 9999, 0), min(place + 9999, block.numel)),
-    ]
-    wanted = [run(block, *cut) for cut in cuts]
-    meant = matrices[number][:, low:high].reshape(-1)
-    for filled, (start, end) in zip(read(large.stored(), wanted), cuts, strict=True):
-        assert torch.equal(filled, as_bytes(meant[start:end]))
-
-
-def chunks_with(number: int, rows: tuple[int, int], columns: tuple[int, int]) -> set[int]:
-    """Return the chunks that hold a byte of this part of a matrix; computed row by row."""
-    extent, width = MATRICES[number].shape[1], itemsize(MATRICES[number].dtype)
-    chunks: set[int] = set()
-    for row in range(*rows):
-        first = STARTS[number] + (row * extent + columns[0]) * width
-        last = STARTS[number] + (row * extent + columns[1]) * width - 1
-        chunks |= set(range(first // CHUNK_NBYTES, last // CHUNK_NBYTES + 1))
-    return chunks
+    for before, after in ((0, 1), (1, 1), (9999, 9999)):
+        start, end = max(place - before, 0), min(place + after, block.numel)
+        wanted.append(run(block, start, end))
+        expected.append(matrices[number][:, low:high].reshape(-1)[start:end])
+    for filled, meant in zip(read(large.stored(), wanted, threads), expected, strict=True):
+        assert torch.equal(filled, as_bytes(meant))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +147,6 @@ def test_chunks_between_the_wanted_columns_are_not_read(
     columns: tuple[int, int],
     chunks: set[int],
 ) -> None:
-    assert chunks_with(number, rows, columns) == chunks
     wanted = [part(number, rows, columns)]
     stored = large.stored()
     plan = read_plan(wanted, stored.sources(), "it")
@@ -195,11 +158,18 @@ def test_chunks_between_the_wanted_columns_are_not_read(
     assert torch.equal(tensors[0], as_bytes(matrices[number][slice(*rows), slice(*columns)]))
 
 
-def test_a_chunk_is_read_once_for_all_its_wanted_pieces(large: MadeSave) -> None:
-    wanted = [part(0, (0, 1), (n, n + 1)) for n in range(20)] * 2
-    stored = large.stored()
-    (chunk,) = chunk_reads(read_plan(wanted, stored.sources(), "it"), wanted)
+def test_wanted_pieces_of_one_chunk_share_its_read_and_may_overlap(
+    large: MadeSave, matrices: list[torch.Tensor]
+) -> None:
+    stored, half, numel = large.stored(), MATRICES[0].numel // 2, MATRICES[0].numel
+    numbers = [part(0, (0, 1), (n, n + 1)) for n in range(20)] * 2
+    (chunk,) = chunk_reads(read_plan(numbers, stored.sources(), "it"), numbers)
     assert len(chunk.reads) == 40
+    cuts = [(0, half), (half - 70_000, half + 70_000), (0, half), (half, numel)]
+    wanted = [run(MATRICES[0], *cut) for cut in cuts]
+    meant = matrices[0].reshape(-1)
+    for filled, (low, high) in zip(read(stored, wanted), cuts, strict=True):
+        assert torch.equal(filled, as_bytes(meant[low:high]))
 
 
 def test_whole_tensors_are_read_into_their_target_without_a_copy(
@@ -211,17 +181,6 @@ def test_whole_tensors_are_read_into_their_target_without_a_copy(
     monkeypatch.setattr(Targets, "put", refuse)
     for filled, matrix in zip(read(large.stored(), MATRICES), matrices, strict=True):
         assert torch.equal(filled, as_bytes(matrix))
-
-
-def test_overlapping_wanted_pieces_each_receive_their_bytes(
-    large: MadeSave, matrices: list[torch.Tensor]
-) -> None:
-    half = MATRICES[0].numel // 2
-    cuts = [(0, half), (half - 70_000, half + 70_000), (0, half), (half, MATRICES[0].numel)]
-    wanted = [run(MATRICES[0], *cut) for cut in cuts]
-    meant = matrices[0].reshape(-1)
-    for filled, (low, high) in zip(read(large.stored(), wanted), cuts, strict=True):
-        assert torch.equal(filled, as_bytes(meant[low:high]))
 
 
 # ---------------------------------------------------------------------- memory and failures
@@ -249,14 +208,6 @@ def test_memory_is_bounded_by_one_buffer_per_thread(large: MadeSave, threads: in
         tracemalloc.stop()
     assert nbytes == sum(piece.nbytes for piece in MATRICES) > 7 * CHUNK_NBYTES
     assert peak < threads * CHUNK_NBYTES + CHUNK_NBYTES // 4
-
-
-def test_buffers_are_aligned_to_a_cache_line(large: MadeSave) -> None:
-    """The kernel copies more slowly to an address 16 bytes past one, as numpy returns."""
-    with ChunkReader(large.stored(), 3) as reader:
-        buffers = [reader._buffers.get() for _ in range(3)]
-    addresses = [torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() for buffer in buffers]
-    assert [address % 64 for address in addresses] == [0, 0, 0]
 
 
 def test_buffers_are_reused_and_never_used_by_two_chunks_at_once(large: MadeSave) -> None:

@@ -96,55 +96,43 @@ def many_ranks(odd: Any = None, same: Any = None) -> Iterator[EqualRanksGroup]:
         yield others
 
 
-def test_short_values_take_one_call_and_one_mebibyte() -> None:
+def test_agreements_take_one_call_and_one_mebibyte() -> None:
     with many_ranks() as others:
-        assert gather_objects((None, None)) == [(None, None)] * WORLD
+        assert run_and_gather(lambda: (1, None))[1] == [None] * WORLD
     assert len(others.nbytes) == 1
     assert sum(others.nbytes) < 1.2 * 2**20
 
 
-def test_slot_summaries_are_gathered_in_parts_that_fit_into_a_gpu() -> None:
-    with many_ranks() as others:
-        values = gather_objects(SUMMARY)
-    assert values == [SUMMARY] * WORLD
-    assert max(others.nbytes) <= 1.01 * PART_NBYTES
-    assert len(others.nbytes) <= 3
-
-
-def test_equal_values_are_one_object() -> None:
-    odd = ("1" * 32, 1, ())
-    with many_ranks(odd, SUMMARY):
-        values = gather_objects(SUMMARY)
-    assert values[ODD] == odd
+@pytest.mark.parametrize(
+    ("odd", "same", "limit"),
+    [
+        # Parts fit into a GPU, and equal values are one object.
+        (("1" * 32, 1, ()), SUMMARY, 3 * PART_NBYTES),
+        # Other ranks do not pad to one long value.
+        ("x" * 100_000, (), 2 * 2**20),
+    ],
+    ids=["summaries of slots", "one long value"],
+)
+def test_values_are_gathered_in_parts(odd: Any, same: Any, limit: int) -> None:
+    with many_ranks(odd, same) as others:
+        values = gather_objects(same)
+    assert values == [same] * ODD + [odd] + [same] * (WORLD - ODD - 1)
     assert len({id(value) for value in values}) == 2
+    assert max(others.nbytes) <= 1.01 * PART_NBYTES
+    assert sum(others.nbytes) < limit
 
 
-def test_other_ranks_do_not_pad_to_one_long_value() -> None:
-    odd = "x" * 100_000
-    with many_ranks(odd, ()) as others:
-        values = gather_objects(())
-    assert values[ODD] == odd
-    assert values[:ODD] == [()] * ODD
-    assert sum(others.nbytes) < 2 * 2**20
-
-
-def test_an_error_is_shortened_before_it_is_sent_to_all_ranks() -> None:
+def test_an_error_and_a_list_are_shortened_before_they_are_sent_to_all_ranks() -> None:
     with many_ranks() as others, pytest.raises(CorruptCheckpointError) as raised:
         run_and_agree(lambda: (_ for _ in ()).throw(CorruptCheckpointError("x" * 100_000)))
     assert len(str(raised.value)) == 100_000, "the failed rank keeps the whole message"
     # Here all ranks have such an error: 1.6 GB in all.
     assert sum(others.nbytes) < 3 * PART_NBYTES
     assert max(others.nbytes) <= 1.01 * PART_NBYTES
-
-
-def test_a_shortened_error_names_the_missing_characters() -> None:
     failure = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).report
     assert failure is not None
     assert failure.message.endswith(" more characters)")
     assert len(failure.message) < 2100
-
-
-def test_a_shortened_list_names_the_number_of_missing_entries() -> None:
     lines = [f"weight/layer.{number}" for number in range(10_000)]
     assert collectives.shorten_list(lines[:20]) == tuple(lines[:20])
     cut = collectives.shorten_list(lines)
@@ -165,12 +153,6 @@ def test_requests_between_ranks_take_one_bit_per_pair() -> None:
     assert max(others.nbytes) <= 1.01 * PART_NBYTES
 
 
-def test_results_of_agreements_are_one_small_call() -> None:
-    with many_ranks() as others:
-        assert run_and_gather(lambda: (1, None))[1] == [None] * WORLD
-    assert len(others.nbytes) == 1
-
-
 lengths = st.lists(st.integers(1, 10_000), max_size=20)
 
 
@@ -185,7 +167,7 @@ def test_the_bytes_of_a_round_fit_into_every_rank_s_room(one, other, room, other
     agreed = RoundSizes(
         max(sizes.most_rounds for sizes in proposals), min(sizes.least for sizes in proposals)
     )
-    for each, nbytes in zip(streams, rooms, strict=True):
+    for each, nbytes, lengths_of in zip(streams, rooms, (one, other), strict=True):
         sent = dict.fromkeys(each, 0)
         for number in range(agreed.rounds(each)):
             cuts = agreed.cuts(each, number)
@@ -194,12 +176,8 @@ def test_the_bytes_of_a_round_fit_into_every_rank_s_room(one, other, room, other
             assert sum(sizes.values()) <= max(nbytes, 4 * ALIGNMENT * len(each))
             for peer, size in sizes.items():
                 sent[peer] += size
-        assert sent == {peer: dict(enumerate(lengths_of(each)))[peer] for peer in each}
+        assert sent == dict(enumerate(lengths_of))
         assert agreed.rounds(each) <= agreed.most_rounds
-
-
-def lengths_of(streams: dict[int, Stream]) -> list[int]:
-    return [stream._spans[0][1] for stream in streams.values()]
 
 
 def test_a_heavy_peer_adds_few_rounds_to_the_minimum() -> None:

@@ -60,25 +60,26 @@ def test_the_byte_offset_of_a_side_state_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "forged",
-    [{"numel": -1}, {"numel": 6}, {"byte_offset": -1}, {"byte_offset": 2**70}, {"shape": (3, 5)}],
+    ("fields", "placement"),
+    [
+        *(({name: number}, (1, 0, 0)) for name, number in (("numel", -1), ("numel", 6))),
+        *(({"byte_offset": number}, (1, 0, 0)) for number in (-1, 2**70)),
+        ({"shape": (3, 5)}, (1, 0, 0)),
+        *(({}, numbers) for numbers in ((2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1))),
+    ],
     ids=str,
 )
-def test_an_impossible_side_state_is_refused(forged: dict[str, Any]) -> None:
-    held = source(0, [SIDE])
-    item = msgspec.structs.replace(held.template.items[0], **forged)
-    template = msgspec.structs.replace(held.template, items=(item,))
-    with pytest.raises(CorruptCheckpointError, match=r"the checkpoint: rank_state/.* lies outside"):
-        SavedJob("the checkpoint", [held._replace(template=template)], []).rank_state(0)
-
-
-@pytest.mark.parametrize("placement", [(2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1)])
-def test_a_side_state_outside_its_tensor_is_refused(
-    placement: tuple[int, ...],
+def test_a_side_state_outside_its_tensor_or_file_is_refused(
+    fields: dict[str, Any], placement: tuple[int, ...]
 ) -> None:
-    held = source(0, [SIDE])._replace(placement=placement)
-    with pytest.raises(CorruptCheckpointError, match="on rank 0; load an older iteration"):
-        SavedJob("the checkpoint", [held], []).rank_state(0)
+    held = source(0, [SIDE])
+    item = msgspec.structs.replace(held.template.items[0], **fields)
+    forged = held._replace(
+        template=msgspec.structs.replace(held.template, items=(item,)), placement=placement
+    )
+    message = r"^the checkpoint: rank_state/.* lies outside.* on rank 0; load an older iteration"
+    with pytest.raises(CorruptCheckpointError, match=message):
+        SavedJob("the checkpoint", [forged], []).rank_state(0)
 
 
 def test_copies_are_found_by_key_and_number_of_their_rank() -> None:

@@ -77,9 +77,6 @@ class Node:
         file = self.where / "reads"
         return sorted(map(int, file.read_text().split())) if file.exists() else []
 
-    def await_reader(self, rank: int) -> None:
-        eventually(f"rank {rank} reads", lambda: rank in self.readers(), SOON_S)
-
     def end(self) -> None:
         for process in self.processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -105,25 +102,7 @@ def printed(lines: list[Future[str]]) -> list[str]:
     return [line.result(SOON_S) for line in lines]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)], ids=["first", "last"])
-def test_one_of_four_ranks_reads_in_any_start_order(node: Node, order: tuple[int, ...]) -> None:
-    lines = [node.start(rank, "--content", f"of {rank}", "--stay") for rank in order]
-    assert printed(lines) == ["of 0"] * 4
-    assert node.readers() == [0]
-
-
-def test_each_of_two_nodes_has_a_reader(node: Node) -> None:
-    """The two nodes of a job have the same variables except for the group rank."""
-    lines = [
-        node.start(rank, "--content", f"of {group}", "--stay", ranks=2, GROUP_RANK=group)
-        for rank in (1, 0)
-        for group in ("0", "1")
-    ]
-    assert printed(lines) == ["of 0", "of 1"] * 2
-    assert node.readers() == [0, 0]
-
-
-def test_ranks_read_again_after_a_restart_with_the_same_variables(node: Node) -> None:
+def test_one_rank_reads_in_any_start_order_and_again_after_a_restart(node: Node) -> None:
     """torchrun counts a restart only on nodes where a rank has failed."""
     before = [node.start(rank, "--content", "before", "--stay") for rank in (0, 1)]
     assert printed(before) == ["before"] * 2  # the leader still waits for two ranks
@@ -154,24 +133,32 @@ def test_ranks_of_another_start_or_node_or_job_are_not_answered(change: dict[str
     assert one.key == node_leader.place_of(variables(1)).key  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("way", ["hang", "fork-and-hang"])
-def test_the_others_read_at_once_if_the_reader_is_killed(node: Node, way: str) -> None:
-    """Their own timeouts are longer than those of this test."""
-    first = node.start(0, "--content", "", "--in-read", way)
-    node.await_reader(0)
-    child = int(first.result(SOON_S)) if way == "fork-and-hang" else None
+def test_the_others_read_at_once_if_the_reader_is_killed(node: Node) -> None:
+    """Their own timeouts are longer than those of this test, and a child of the reader lives on."""
+    first = node.start(0, "--content", "", "--in-read", "fork-and-hang")
+    child = int(first.result(SOON_S))
     patient = ["--appear-s", "1000", "--answer-s", "1000"]
     lines = [node.start(rank, "--content", f"of {rank}", *patient) for rank in (1, 2, 3)]
-    eventually("all ranks wait", lambda: connections() == 3, SOON_S)
-    if child is not None:
-        assert is_alive(child)
-    node.processes[0].kill()
     try:
+        eventually("all ranks wait", lambda: connections() == 3, SOON_S)
+        assert is_alive(child)
+        node.processes[0].kill()
         assert printed(lines) == ["of 1", "of 2", "of 3"]
         assert node.readers() == [0, 1, 2, 3]
     finally:
-        if child is not None:
-            os.kill(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
+
+
+def test_waiting_ranks_get_their_answer_if_the_reader_then_exits(node: Node) -> None:
+    """The reader ends in this way if it refuses the checkpoint."""
+    lines = [
+        node.start(0, "--content", "of 0", "--in-read", "await"),
+        *(node.start(rank, "--content", f"of {rank}") for rank in (1, 2, 3)),
+    ]
+    eventually("all ranks wait", lambda: connections() == 3, SOON_S)
+    (node.where / "go").touch()
+    assert printed(lines) == ["of 0"] * 4
+    assert node.readers() == [0]
 
 
 def connections() -> int:
@@ -183,39 +170,21 @@ def connections() -> int:
     return sum(row.split()[-1] == name for row in rows) - 1  # the listener itself
 
 
-def test_waiting_ranks_get_their_answer_if_the_reader_then_exits(node: Node) -> None:
-    """The reader ends in this way if it refuses the checkpoint."""
-    first = node.start(0, "--content", "of 0", "--in-read", "await")
-    lines = [node.start(rank, "--content", f"of {rank}") for rank in (1, 2, 3)]
-    eventually("all ranks wait", lambda: connections() == 3, SOON_S)
-    (node.where / "go").touch()
-    assert printed([first, *lines]) == ["of 0"] * 4
-    assert node.readers() == [0]
-
-
-@pytest.mark.parametrize(
-    "missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"], ids=str
-)
-def test_without_torchrun_a_rank_reads_by_itself(missing: str) -> None:
-    environ = variables(1)
-    del environ[missing]
-    assert node_leader.place_of(environ) is None
-    assert node_leader.read_once("topic", lambda: b"own", bytes, bytes, environ) == b"own"
-
-
 @pytest.mark.parametrize(
     "changes",
     [
+        *({name: None} for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")),
         {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-        {"LOCAL_RANK": "4"},
-        {"LOCAL_RANK": "-1"},
-        {"LOCAL_RANK": "first"},
+        *({"LOCAL_RANK": rank} for rank in ("4", "-1", "first")),
         {"LOCAL_WORLD_SIZE": ""},
     ],
     ids=str,
 )
-def test_a_rank_alone_or_with_invalid_variables_reads_by_itself(changes: dict[str, str]) -> None:
-    assert node_leader.place_of(variables(1, **changes)) is None
+def test_a_rank_alone_or_without_torchrun_reads_by_itself(changes: dict[str, str | None]) -> None:
+    changed = {**variables(1), **changes}
+    environ = {name: value for name, value in changed.items() if value is not None}
+    assert node_leader.place_of(environ) is None
+    assert node_leader.read_once("topic", lambda: b"own", bytes, bytes, environ) == b"own"
 
 
 # ------------------------------------------------------------------ ranks as threads
@@ -248,69 +217,60 @@ def read_in(rank: int, read: Callable[[], bytes], topic: str = "topic", ranks: i
 
 
 GOOD = node_leader.frame_of(b"of another")
-WRONG = {
-    "nothing": b"",
-    "half a head": GOOD[:11],
-    "no body": GOOD[:24],
-    "part of the body": GOOD[:-1],
-    "too long": GOOD[:8] + (2**40).to_bytes(8, "little") + GOOD[16:],
-    "longer than it is": GOOD[:8] + (11).to_bytes(8, "little") + GOOD[16:],
-    "shorter than it is": GOOD[:8] + (9).to_bytes(8, "little") + GOOD[16:],
-}
 
 
-@pytest.mark.usefixtures("one_call")
-@pytest.mark.parametrize("sent", [*WRONG.values(), None], ids=[*WRONG, "silence"])
-def test_an_invalid_answer_is_ignored(
-    names: list[str], monkeypatch: pytest.MonkeyPatch, sent: bytes | None
-) -> None:
-    monkeypatch.setattr(node_leader, "APPEAR_S", 60.0)
-    monkeypatch.setattr(node_leader, "ANSWER_S", 60.0 if sent is not None else 0.2)
+@pytest.fixture
+def answered(one_call: None, names: list[str]) -> Iterator[Callable[[bytes | None], bytes]]:
+    """A function that returns what a rank reads if another process sends these bytes to it.
+
+    The process ends the connection, unless it sends None.
+    """
     with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as listener:
-        rank = pool.submit(read_in, 1, lambda: b"own")
-        listener.bind(eventually("the rank looks for its leader", lambda: names[:1])[0])
-        listener.listen()
-        other, _ = listener.accept()
-        with other:
-            if sent is not None:
-                with contextlib.suppress(OSError):  # the rank may have closed it already
-                    other.sendall(sent)
-                other.shutdown(socket.SHUT_WR)
-            assert rank.result(SOON_S) == b"own"
 
-
-@pytest.mark.usefixtures("one_call")
-def test_every_changed_byte_is_noticed(names: list[str]) -> None:
-    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as listener:
-        for place in range(len(GOOD)):
-            changed = bytearray(GOOD)
-            changed[place] ^= 1
+        def answer(sent: bytes | None) -> bytes:
             rank = pool.submit(read_in, 1, lambda: b"own")
-            if place == 0:
+            if not listener.getsockname():
                 listener.bind(eventually("the rank looks for its leader", lambda: names[:1])[0])
                 listener.listen()
             other, _ = listener.accept()
             with other:
-                with contextlib.suppress(OSError):
-                    other.sendall(changed)
-                other.shutdown(socket.SHUT_WR)
-                assert rank.result(SOON_S) == b"own", place
+                if sent is not None:
+                    with contextlib.suppress(OSError):  # the rank may have closed it already
+                        other.sendall(sent)
+                        other.shutdown(socket.SHUT_WR)
+                return rank.result(SOON_S)
+
+        yield answer
 
 
-@pytest.mark.usefixtures("one_call")
-@pytest.mark.parametrize(("more", "taken"), [(0, b"of another"), (1, b"own")], ids=["own", "other"])
-def test_an_answer_of_another_user_is_ignored(
-    names: list[str], monkeypatch: pytest.MonkeyPatch, more: int, taken: bytes
+def test_damaged_and_missing_answers_are_ignored(
+    answered: Callable[[bytes | None], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid() + more))
-    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as listener:
-        rank = pool.submit(read_in, 1, lambda: b"own")
-        listener.bind(eventually("the rank looks for its leader", lambda: names[:1])[0])
-        listener.listen()
-        other, _ = listener.accept()
-        with other, contextlib.suppress(OSError):
-            other.sendall(GOOD)
-        assert rank.result(SOON_S) == taken
+    assert answered(GOOD) == b"of another"
+    for place in range(len(GOOD)):
+        assert answered(GOOD[:place]) == b"own", f"{place} bytes only"
+        changed = bytearray(GOOD)
+        changed[place] ^= 1
+        assert answered(bytes(changed)) == b"own", f"byte {place} is changed"
+    for nbytes in (2**40, 11, 9):
+        assert answered(GOOD[:8] + nbytes.to_bytes(8, "little") + GOOD[16:]) == b"own", nbytes
+    monkeypatch.setattr(node_leader, "ANSWER_S", 0.2)
+    assert answered(None) == b"own"
+
+
+def test_an_answer_of_another_user_is_ignored(
+    answered: Callable[[bytes | None], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid() + 1))
+    assert answered(GOOD) == b"own"
+
+
+def test_ranks_read_by_themselves_if_the_socket_name_is_taken(
+    answered: Callable[[bytes | None], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_leader, "ANSWER_S", 0.2)
+    assert answered(None) == b"own"
+    assert read_in(0, lambda: b"first") == b"first"
 
 
 @pytest.mark.usefixtures("one_call")
@@ -330,19 +290,6 @@ def test_another_user_takes_no_rank_s_turn(monkeypatch: pytest.MonkeyPatch) -> N
     assert received == [False, False, True]
 
 
-@pytest.mark.usefixtures("one_call")
-def test_each_rank_reads_by_itself_if_the_socket_name_is_taken(
-    names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_leader, "ANSWER_S", 0.2)
-    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as listener:
-        follower = pool.submit(read_in, 1, lambda: b"own")
-        listener.bind(eventually("the rank looks for its leader", lambda: names[:1])[0])
-        listener.listen()
-        assert read_in(0, lambda: b"first") == b"first"
-        assert follower.result(SOON_S) == b"own"
-
-
 def test_a_second_call_uses_another_socket_name() -> None:
     """Megatron reads arguments for `--pretrained-checkpoint` first, then for `--load`."""
     seen: list[str] = []
@@ -358,13 +305,20 @@ def test_a_second_call_uses_another_socket_name() -> None:
 
 
 @pytest.mark.usefixtures("one_call")
-def test_ranks_with_another_topic_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_another_topic_or_decoder_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_leader, "APPEAR_S", 0.2)
     with ThreadPoolExecutor() as pool:
-        leader = pool.submit(read_in, 0, lambda: b"first", "/one/directory", 2)
+        leader = pool.submit(read_in, 0, lambda: b"first", "/one/directory", 3)
         assert leader.result(SOON_S) == b"first"
         assert read_in(1, lambda: b"own", "/another/directory", 2) == b"own"
-        assert read_in(1, lambda: b"own", "/one/directory", 2) == b"first"
+
+        def refusing(_: bytes) -> bytes:
+            raise ValueError("no such thing")
+
+        environ = variables(1, 3)
+        read = node_leader.read_once("/one/directory", lambda: b"own", bytes, refusing, environ)
+        assert read == b"own"
+        assert read_in(1, lambda: b"own", "/one/directory", 3) == b"first"
 
 
 @pytest.mark.usefixtures("one_call")
@@ -379,18 +333,6 @@ def test_large_answers_arrive_whole_and_the_leader_s_thread_then_ends() -> None:
         lambda: not [t for t in threading.enumerate() if t.name == "flashckpt-node-leader"],
         SOON_S,
     )
-
-
-@pytest.mark.usefixtures("one_call")
-def test_a_rank_reads_by_itself_if_the_answer_cannot_be_decoded() -> None:
-    def refusing(_: bytes) -> bytes:
-        raise ValueError("no such thing")
-
-    with ThreadPoolExecutor() as pool:
-        leader = pool.submit(read_in, 0, lambda: b"first", ranks=2)
-        environ = variables(1, 2)
-        content = node_leader.read_once("topic", lambda: b"own", bytes, refusing, environ)
-        assert (leader.result(SOON_S), content) == (b"first", b"own")
 
 
 @pytest.mark.usefixtures("one_call")

@@ -230,7 +230,9 @@ def on_gpus(rank: int) -> dict[str, Any]:
 
         errors = []
         with mock.patch.dict(node.refusals, {"kernel copy": no_memory} if rank == 1 else {}):
-            errors.append(error_of(lambda: exchanged(case, "refused", rank, device="cuda")))
+            errors.append(
+                error_of(lambda: exchanged(case, "refused", rank, device="cuda", room=room))
+            )
         rank_exchange.LEAST_ROUND_NBYTES = 1 << 20
         room = NO_ROOM if rank == 1 else None
         errors.append(error_of(lambda: exchanged(case, "no room", rank, device="cuda", room=room)))
@@ -319,22 +321,22 @@ def test_every_rank_receives_every_wanted_byte(
     assert (name == "nothing from others" or len(node) == RANKS) == (not any(received))
 
 
-def test_connections_between_gpus_end_with_the_exchange(results: list[dict]) -> None:
-    """Open connections would keep GPU memory until the job ends, also after a failed exchange."""
-    assert [result["gpu"]["groups"] for result in results] == [1] * RANKS
-    assert [result["gpu"]["kept_nbytes"] for result in results] == [0] * RANKS
+def test_only_ranks_with_bytes_for_each_other_are_connected_while_they_exchange(
+    results: list[dict],
+) -> None:
+    """Open connections would keep GPU memory until the job ends, also after a failed exchange.
 
-
-def test_ranks_that_need_nothing_from_others_are_not_connected(results: list[dict]) -> None:
-    assert [result["gpu"]["idle_collectives"] for result in results] == [0] * RANKS
-
-
-def test_ranks_without_bytes_for_each_other_are_not_connected(results: list[dict]) -> None:
-    """Rank 1 wants the bytes of ranks 0 and 2, so ranks 0 and 2 need no connection."""
-    assert [result["gpu"]["peers"] for result in results] == [[1], [0, 2], [1]]
+    Rank 1 wants the bytes of ranks 0 and 2, so ranks 0 and 2 need no connection.
+    """
+    on_gpus = [result["gpu"] for result in results]
+    assert [result["peers"] for result in on_gpus] == [[1], [0, 2], [1]]
+    for rank, result in enumerate(on_gpus):
+        assert (result["groups"], result["kept_nbytes"], result["idle_collectives"]) == (1, 0, 0)
+        assert result["devices"] == [rank], "a rank uses only its own GPU"
 
 
 def test_all_ranks_raise_if_one_gpu_has_no_memory(results: list[dict]) -> None:
+    """They raise soon, because a failed rank joins the remaining rounds."""
     for result in results:
         refused, no_room = result["gpu"]["errors"]
         assert refused == "FlashCkptError: rank 1: OutOfMemoryError: CUDA out of memory"
@@ -349,10 +351,6 @@ def test_rounds_fit_into_the_fullest_gpu(results: list[dict]) -> None:
         assert LEAST_ROOM // 8 < max(rounds) <= LEAST_ROOM // 4
         digests = [digest(content(case.tensors, piece)) for piece in wanted]
         assert results[rank]["gpu"]["digests"] == digests
-
-
-def test_a_rank_uses_only_its_own_gpu(results: list[dict]) -> None:
-    assert [result["gpu"]["devices"] for result in results] == [[rank] for rank in range(RANKS)]
 
 
 @given(st.lists(st.integers(1, 40), max_size=6), st.integers(1, 5))

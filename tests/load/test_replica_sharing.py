@@ -113,18 +113,6 @@ def test_every_replica_receives_every_wanted_byte(
         assert event["digests"] == [digests[n] for n in wanted[rank]]
 
 
-@pytest.mark.parametrize("name", ["always", "tight", "idle", "unequal", "on GPUs"])
-def test_each_chunk_is_read_by_one_replica(traced: dict[str, list[dict]], name: str) -> None:
-    whole = sum(piece.nbytes for piece in FLAT)
-    assert sum(event["read_nbytes"] for event in traced[name]) == whole
-
-
-def test_without_sharing_every_replica_reads_everything(traced: dict[str, list[dict]]) -> None:
-    whole = sum(piece.nbytes for piece in FLAT)
-    for event in traced["never"]:
-        assert (event["read_nbytes"], event["received_nbytes"]) == (whole, 0)
-
-
 def test_chunks_that_only_one_replica_needs_are_not_sent(traced: dict[str, list[dict]]) -> None:
     """Rank 0 needs the first shard, rank 1 its second half; ranks 1 and 2 need the other shard."""
     of_rank = traced["partly"]
@@ -144,21 +132,6 @@ def test_memory_is_bounded_by_the_setting(traced: dict[str, list[dict]]) -> None
         assert event["memory_nbytes"] <= reader + CHUNK_NBYTES + 2 * RANKS * 2**20
 
 
-def test_auto_shares_if_reads_are_slow_and_stops_if_sends_are_slow(
-    traced: dict[str, list[dict]],
-) -> None:
-    whole = sum(piece.nbytes for piece in FLAT)
-    assert [event["shared"] for event in traced["slow disk"]] == [True] * RANKS
-    assert sum(event["read_nbytes"] for event in traced["slow disk"]) == whole
-    assert [event["shared"] for event in traced["slow network"]] == [False] * RANKS
-    assert sum(event["read_nbytes"] for event in traced["slow network"]) > whole
-
-
-def test_many_replicas_share_even_if_reads_are_fast(traced: dict[str, list[dict]]) -> None:
-    """Without sharing, each replica opens all files; the first round does not measure that cost."""
-    assert [event["shared"] for event in traced["many"]] == [True] * RANKS
-
-
 @pytest.mark.parametrize("case", DAMAGED, ids=lambda case: case["name"])
 def test_a_damaged_chunk_raises_on_every_replica(
     traced: dict[str, list[dict]], case: dict[str, Any]
@@ -169,9 +142,28 @@ def test_a_damaged_chunk_raises_on_every_replica(
     assert sum(error.startswith("CorruptCheckpointError: ") for error in errors) >= 1
 
 
-def test_gpu_time_counts_for_the_read_or_send_that_caused_it(
-    traced: dict[str, list[dict]],
+@pytest.mark.parametrize(
+    ("name", "is_shared"),
+    [
+        ("slow disk", True),
+        ("slow network", False),
+        # Without sharing, each replica opens all files; the first round does not measure that cost.
+        ("many", True),
+        # Time on a GPU counts for the read or send that caused it.
+        ("slow GPU in reads", True),
+        ("slow GPU in sends", False),
+    ],
+)
+def test_auto_shares_if_reads_are_slow_and_stops_if_sends_are_slow(
+    traced: dict[str, list[dict]], name: str, is_shared: bool
 ) -> None:
-    """The ranks share their reads if reads are slow, and stop sharing if transfers are slow."""
-    assert [event["shared"] for event in traced["slow GPU in reads"]] == [True] * RANKS
-    assert [event["shared"] for event in traced["slow GPU in sends"]] == [False] * RANKS
+    assert [event["shared"] for event in traced[name]] == [is_shared] * RANKS
+
+
+def test_replicas_that_share_read_each_chunk_once(traced: dict[str, list[dict]]) -> None:
+    whole = sum(piece.nbytes for piece in FLAT)
+    for name in ("always", "tight", "idle", "unequal", "on GPUs", "slow disk"):
+        assert sum(event["read_nbytes"] for event in traced[name]) == whole, name
+    assert sum(event["read_nbytes"] for event in traced["slow network"]) > whole
+    for event in traced["never"]:
+        assert (event["read_nbytes"], event["received_nbytes"]) == (whole, 0)

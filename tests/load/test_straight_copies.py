@@ -12,17 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.layout.template import PlanCache, Source, order
+from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.load import chunk_reader
 from megatron_flashckpt.load.chunk_reader import chunk_reads
 from megatron_flashckpt.load.memory_source import MemorySource
@@ -33,10 +31,11 @@ from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.memory import pinned_slab
 from megatron_flashckpt.memory.pinned_slab import PinnedSlab
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from tests.load.test_gpu_buffers import are_equal, values
 from tests.simulated_gpu import Node, simulated_gpus
-from tests.support.checkpoints import DESCRIPTION, SAVE_ID, content
-from tests.support.trainer import PATIENCE_S, eventually
+from tests.support.checkpoints import SAVE_ID, content
+from tests.support.strategies import in_layout_order
+from tests.support.trainer import PATIENCE_S, eventually, write_slot
 from tests.support.worlds import whole
 
 RANK = 5
@@ -59,26 +58,11 @@ class Held:
     """A slot with `PIECES`, of a slab that the tests page-lock."""
 
     def __init__(self) -> None:
-        pieces = [PIECES[position] for position in order(PIECES)]
+        pieces = in_layout_order(PIECES)
         layout = PlanCache().layout(pieces)
-        meta = SlotMeta(
-            root="/nowhere",
-            rank=0,
-            world_size=1,
-            coordinates=Coordinates(),
-            template_fingerprint=layout.template_fingerprint,
-            template=layout.template,
-            placement=layout.placement,
-            common=b"",
-            description=DESCRIPTION,
-        )
-        encoded = msgspec.msgpack.encode(meta)
-        self.slab = Slab.create(1, len(encoded), layout.nbytes, "0")
-        (slot,) = self.slab.slots
-        slot.set_header(SlotHeader(SlotState.STAGED, 1, SAVE_ID, len(encoded), layout.nbytes))
-        slot.set_meta(encoded)
-        with slot.data() as data:
-            data[:] = b"".join(content(piece) for piece in pieces)
+        self.slab = Slab.create(1, 16384, layout.nbytes, "0")
+        with write_slot(self.slab.slots[0], layout, 1, SAVE_ID).data() as data:
+            data[:] = b"".join(map(content, pieces))
             chunks = range(0, layout.nbytes, CHUNK_NBYTES)
             digests = tuple(chunk_digest(data[n : n + CHUNK_NBYTES]) for n in chunks)
         self.chunks = len(digests)
@@ -155,38 +139,26 @@ def load(held: Held, threads: int, wanted: list[Piece] = WANTED) -> list[torch.T
     return tensors
 
 
-def values(piece: Piece) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content(piece)), dtype=torch_dtype(piece.dtype))
-
-
-def are_equal(tensors: list[torch.Tensor], wanted: list[Piece] = WANTED) -> bool:
+def are_right(tensors: list[torch.Tensor], wanted: list[Piece] = WANTED) -> bool:
     expected = [values(piece) for piece in PIECES]
     if wanted is WANTED:
         expected[CUT] = expected[CUT].view(1001, 2003)[:, 11:1511].reshape(-1)
-    return all(
-        torch.equal(tensor.cpu().view(torch.uint8), flat.view(torch.uint8))
-        for tensor, flat in zip(tensors, expected, strict=True)
-    )
+    return are_equal(tensors, expected)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_locked_slot_is_copied_without_a_buffer(node: Node, held: Held, threads: int) -> None:
-    held.lock()
-    assert are_equal(load(held, threads))
-    assert held.slot.read == []
-    assert sorted(held.slot.verified) == list(range(held.chunks))
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_load_waits_once_for_all_copies_of_whole_tensors(
+def test_a_locked_slot_is_copied_without_a_buffer_and_with_one_wait_for_whole_tensors(
     node: Node, held: Held, threads: int
 ) -> None:
     """A wait of each chunk would keep the GPU idle while the chunk is digested."""
     held.lock()
+    assert are_right(load(held, threads))
     node.calls.clear()
     tensors = load(held, threads, PIECES)
     assert [call.name for call in node.calls].count("Stream.synchronize") == 1
-    assert are_equal(tensors, PIECES)
+    assert are_right(tensors, PIECES)
+    assert held.slot.read == []
+    assert sorted(held.slot.verified) == sorted([*range(held.chunks)] * 2)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -195,7 +167,7 @@ def test_a_slot_that_cannot_be_locked_is_copied_through_buffers(
 ) -> None:
     node.runtime.failing_call = 0
     held.lock()
-    assert are_equal(load(held, threads))
+    assert are_right(load(held, threads))
     assert sorted(held.slot.read) == list(range(held.chunks))
     assert held.slot.verified == []
 
@@ -208,7 +180,7 @@ def test_a_load_does_not_wait_for_locking_and_uses_memory_as_it_is_locked(
         held.lock()
 
     held.slot.after_read = lock_once
-    assert are_equal(load(held, 1))
+    assert are_right(load(held, 1))
     assert held.slot.read == [0, 1]
     assert held.slot.verified == list(range(2, held.chunks))
 
@@ -238,4 +210,4 @@ def test_digests_do_not_wait_for_the_gpu_and_the_load_does(node: Node, held: Hel
             )
             threading.Event().wait(0.05)
             assert not loading.done()
-        assert are_equal(loading.result(PATIENCE_S), PIECES)
+        assert are_right(loading.result(PATIENCE_S), PIECES)

@@ -6,7 +6,6 @@ complete jobs.
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron_flashckpt.megatron_lm.hyper_parameters import (
     without_held,
 )
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
-from megatron_flashckpt.megatron_lm.param_groups import HELD, matches
+from megatron_flashckpt.megatron_lm.param_groups import HELD
 from tests.megatron_lm.test_hyper_parameters import adam, chained, rates, stepped, wrapped
 
 Group = dict[str, Any]
@@ -71,116 +70,6 @@ def saved_by(*groups: Group) -> list[dict[str, Any]]:
     return hyper_parameters(wrapped(stepped(adam(list(groups)))))
 
 
-@pytest.mark.parametrize("turn", range(4))
-def test_groups_that_differ_only_in_rates_stay_separate_in_any_order(
-    turn: int,
-) -> None:
-    groups = scheduled(decoupled_and_mup())
-    of_ranks = [
-        # Each stage holds parameters of some groups.
-        saved_by(*groups[:2], *empty(groups[2:])),
-        saved_by(*empty(groups[:2]), *groups[2:]),
-    ]
-    merged = merge(of_ranks)
-    assert sum(len(entry["param_groups"]) for entry in merged) == 4
-    fresh = decoupled_and_mup()
-    inner = adam(fresh[turn:] + fresh[:turn])
-    check(wrapped(inner), merged)
-    assert load_hyper_parameters(wrapped(inner), merged) == []
-    settings = [{name: param_group[name] for name in NEW} for param_group in inner.param_groups]
-    expected = [
-        {name: param_group[name] for name in NEW} for param_group in groups[turn:] + groups[:turn]
-    ]
-    assert settings == expected
-
-
-def test_expert_groups_match_dense_groups_of_the_same_rates() -> None:
-    groups = scheduled(decoupled_and_mup())
-    experts = [{**copy.deepcopy(param_group), "is_expert_parallel": True} for param_group in groups]
-    saved = hyper_parameters(
-        chained(wrapped(stepped(adam(groups))), wrapped(stepped(adam(experts))))
-    )
-    inner = adam(decoupled_and_mup())
-    load_hyper_parameters(wrapped(inner), merge([saved]))
-    assert rates(inner) == [param_group["lr"] for param_group in groups]
-    there = adam(
-        [{**param_group, "is_expert_parallel": True} for param_group in decoupled_and_mup()]
-    )
-    load_hyper_parameters(
-        chained(wrapped(adam(decoupled_and_mup())), wrapped(there)),
-        merge([saved_by(*groups)]),
-    )
-    assert rates(there) == [param_group["lr"] for param_group in groups]
-
-
-def test_one_group_with_a_changed_rate_is_matched_and_logged() -> None:
-    groups = scheduled(decoupled_and_mup())
-    fresh = decoupled_and_mup()
-    fresh[3]["max_lr"] = 0.25
-    inner = adam(fresh)
-    check(wrapped(inner), saved_by(*groups))
-    (line,) = load_hyper_parameters(wrapped(inner), saved_by(*groups))
-    assert "takes max_lr 0.0005 instead of 0.25" in line
-    assert rates(inner) == [param_group["lr"] for param_group in groups]
-
-
-def test_new_rates_are_refused_if_only_rates_identify_groups() -> None:
-    saved = saved_by(*scheduled(decoupled_and_mup()))
-    inner = adam(decoupled_and_mup(0.004, 0.003))
-    before = copy.deepcopy([{**param_group, "params": None} for param_group in inner.param_groups])
-    with pytest.raises(MissingStateError) as caught:
-        check(wrapped(inner), saved)
-    wanted, known = str(caught.value).split("; it has ")
-    assert "max_lr 0.003)" in wanted
-    assert "eps 2.5e-09" in wanted
-    assert "max_lr 0.0005" in known
-    assert "--no-load-optim" in known
-    assert [{**param_group, "params": None} for param_group in inner.param_groups] == before
-
-
-def test_new_rates_are_accepted_if_other_marks_identify_groups() -> None:
-    """With `--decoupled-lr` but not `--use-mup`, one group has `default_config` False."""
-    groups = scheduled([*decoupled_and_mup()[:2], group()])
-    inner = adam([*decoupled_and_mup(0.004, 0.003)[:2], group(max_lr=0.004, default_config=True)])
-    check(wrapped(inner), saved_by(*groups))
-    assert len(load_hyper_parameters(wrapped(inner), saved_by(*groups))) == 3
-    assert rates(inner) == [param_group["lr"] for param_group in groups]
-
-
-def test_a_new_group_is_refused_instead_of_matched_to_another() -> None:
-    saved = saved_by(*scheduled([group(), group(wd_mult=0.0)]))
-    inner = adam([group(), group(wd_mult=0.0), group(max_lr=0.005)])
-    with pytest.raises(MissingStateError, match="certainly meant"):
-        check(wrapped(inner), saved)
-    (*_, lost) = matches(inner.param_groups, saved)
-    assert lost is None
-
-
-def test_the_mark_of_older_releases_is_recognized() -> None:
-    """Up to core 0.15 the mark `is_decoupled_lr` had the role of `default_config`."""
-    older = [group(), group(wd_mult=0.0), group(max_lr=0.005, is_decoupled_lr=True)]
-    for param_group in older:
-        del param_group["default_config"]
-    groups = scheduled(older)
-    inner = adam([group(max_lr=0.005), group(), group(wd_mult=0.0)])
-    load_hyper_parameters(wrapped(inner), merge([saved_by(*groups)]))
-    assert rates(inner) == [0.0025, 0.001, 0.001]
-
-
-def test_groups_with_equal_settings_are_matched_by_order() -> None:
-    """A job's own schedule may give different learning rates to groups with equal settings."""
-    groups = [group(lr=0.5), group(lr=0.25), group(wd_mult=0.0)]
-    merged = merge([saved_by(*groups), saved_by(*groups)])
-    assert sum(len(entry["param_groups"]) for entry in merged) == 3
-    inner = adam([group(wd_mult=0.0), group(), group()])
-    load_hyper_parameters(wrapped(inner), merged)
-    assert rates(inner) == [0.0, 0.5, 0.25]
-    with pytest.raises(MissingStateError):
-        check(wrapped(adam([group(), group(), group()])), merged)
-
-
-# ---------------------------------------------------------------------- matches by parameters
-
 KEYS = ("norm", "embedding", "output", "fc1")
 
 
@@ -197,23 +86,120 @@ def named(groups: list[Group], *keys: str) -> list[dict[str, Any]]:
     return hyper_parameters(wrapped(inner), geometry_of(inner, keys))
 
 
+@pytest.mark.parametrize("are_new", [False, True])
 @pytest.mark.parametrize("turn", range(4))
-def test_groups_with_new_rates_are_matched_by_their_parameters(turn: int) -> None:
+def test_groups_that_differ_only_in_rates_are_matched_in_any_order(
+    turn: int, are_new: bool
+) -> None:
+    """If the job has new rates, the parameters of the groups identify them."""
     groups = scheduled(decoupled_and_mup())
     merged = merge(
         [
+            # Each stage holds parameters of some groups.
             named([*groups[:2], *empty(groups[2:])], *KEYS[:2]),
             named([*empty(groups[:2]), *groups[2:]], *KEYS[2:]),
         ]
     )
-    fresh = decoupled_and_mup(0.004, 0.003)
+    assert sum(len(entry["param_groups"]) for entry in merged) == 4
+    fresh = decoupled_and_mup(0.004, 0.003) if are_new else decoupled_and_mup()
     inner = adam(fresh[turn:] + fresh[:turn])
-    geometry = geometry_of(inner, KEYS[turn:] + KEYS[:turn])
+    geometry = geometry_of(inner, KEYS[turn:] + KEYS[:turn]) if are_new else None
     check(wrapped(inner), merged, geometry)
     lines = load_hyper_parameters(wrapped(inner), merged, geometry)
-    assert len(lines) == 4
-    assert rates(inner) == [param_group["lr"] for param_group in groups[turn:] + groups[:turn]]
+    assert len(lines) == (4 if are_new else 0)
+    settings = [{name: param_group[name] for name in NEW} for param_group in inner.param_groups]
+    expected = [
+        {name: param_group[name] for name in NEW} for param_group in groups[turn:] + groups[:turn]
+    ]
+    assert settings == expected
     assert all(HELD not in param_group for param_group in inner.param_groups)
+
+
+def test_expert_groups_match_dense_groups_of_the_same_rates() -> None:
+    def of_experts(groups: list[Group]) -> list[Group]:
+        return [{**param_group, "is_expert_parallel": True} for param_group in groups]
+
+    groups = scheduled(decoupled_and_mup())
+    both = chained(*(wrapped(stepped(adam(own))) for own in (groups, of_experts(groups))))
+    inner = adam(decoupled_and_mup())
+    load_hyper_parameters(wrapped(inner), merge([hyper_parameters(both)]))
+    experts = adam(of_experts(decoupled_and_mup()))
+    load_hyper_parameters(
+        chained(wrapped(adam(decoupled_and_mup())), wrapped(experts)), merge([saved_by(*groups)])
+    )
+    assert rates(inner) == rates(experts) == [param_group["lr"] for param_group in groups]
+
+
+def older(**settings: Any) -> Group:
+    """Return a group of core 0.15, where `is_decoupled_lr` had the role of `default_config`."""
+    made = group(**settings)
+    del made["default_config"]
+    return made
+
+
+def test_some_new_rates_are_accepted_and_logged() -> None:
+    fresh = decoupled_and_mup()
+    fresh[3]["max_lr"] = 0.25
+    cases = [
+        # One group has a new rate.
+        (decoupled_and_mup(), fresh, [0, 1, 2, 3]),
+        # With `--decoupled-lr` but not `--use-mup`, one group has `default_config` False.
+        (
+            [*decoupled_and_mup()[:2], group()],
+            [*decoupled_and_mup(0.004, 0.003)[:2], group(max_lr=0.004, default_config=True)],
+            [0, 1, 2],
+        ),
+        (
+            [older(), older(wd_mult=0.0), older(max_lr=0.005, is_decoupled_lr=True)],
+            [group(max_lr=0.005), group(), group(wd_mult=0.0)],
+            [2, 0, 1],
+        ),
+    ]
+    logged = []
+    for saved, wanted, order in cases:
+        groups = scheduled(saved)
+        inner = adam(wanted)
+        check(wrapped(inner), saved_by(*groups))
+        logged.append(load_hyper_parameters(wrapped(inner), merge([saved_by(*groups)])))
+        assert rates(inner) == [groups[number]["lr"] for number in order]
+    assert "takes max_lr 0.0005 instead of 0.25" in logged[0][0]
+    assert list(map(len, logged)) == [1, 3, 0]
+
+
+def test_groups_with_equal_settings_are_matched_by_order() -> None:
+    """A job's own schedule may give different learning rates to groups with equal settings."""
+    groups = [group(lr=0.5), group(lr=0.25), group(wd_mult=0.0)]
+    merged = merge([saved_by(*groups), saved_by(*groups)])
+    assert sum(len(entry["param_groups"]) for entry in merged) == 3
+    inner = adam([group(wd_mult=0.0), group(), group()])
+    load_hyper_parameters(wrapped(inner), merged)
+    assert rates(inner) == [0.0, 0.5, 0.25]
+    with pytest.raises(MissingStateError):
+        check(wrapped(adam([group(), group(), group()])), merged)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (None, r"eps 2\.5e-09, max_lr 0\.003.*; it has .*max_lr 0\.0005"),
+        (("norm", "embedding", "fc1", "fc1"), r"eps 2\.5e-09"),
+    ],
+    ids=["only rates", "a parameter of two groups"],
+)
+def test_new_rates_are_refused_if_nothing_else_identifies_groups(
+    keys: tuple[str, ...] | None, message: str
+) -> None:
+    groups, inner = scheduled(decoupled_and_mup()), adam(decoupled_and_mup(0.004, 0.003))
+    saved = saved_by(*groups) if keys is None else named(groups, *keys)
+    with pytest.raises(MissingStateError, match=message):
+        check(wrapped(inner), saved, None if keys is None else geometry_of(inner, KEYS))
+
+
+def test_a_new_group_is_refused_instead_of_matched_to_another() -> None:
+    saved = saved_by(*scheduled([group(), group(wd_mult=0.0)]))
+    inner = adam([group(), group(wd_mult=0.0), group(max_lr=0.005)])
+    with pytest.raises(MissingStateError, match="certainly meant"):
+        check(wrapped(inner), saved)
 
 
 def test_a_rank_learns_the_parameters_of_groups_on_other_ranks() -> None:
@@ -222,13 +208,6 @@ def test_a_rank_learns_the_parameters_of_groups_on_other_ranks() -> None:
     others = merge([own, named([*empty(groups[:2]), *groups[2:]], *KEYS[2:])])
     (entry,) = completed(own, others)
     assert [param_group[HELD] for param_group in entry["param_groups"]] == [[key] for key in KEYS]
-
-
-def test_a_parameter_of_two_groups_identifies_neither() -> None:
-    saved = named(scheduled(decoupled_and_mup()), "norm", "embedding", "fc1", "fc1")
-    inner = adam(decoupled_and_mup(0.004, 0.003))
-    with pytest.raises(MissingStateError, match=r"eps 2\.5e-09"):
-        check(wrapped(inner), saved, geometry_of(inner, KEYS))
 
 
 def test_only_our_format_stores_the_parameters_of_groups() -> None:

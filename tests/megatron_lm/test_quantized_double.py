@@ -30,28 +30,18 @@ def test_the_nominal_type_differs_from_the_stored_type(kind: type[QuantizedDoubl
     assert not torch.equal(tensor.dequantize(), values()), "the values were not quantized"
 
 
-def test_detach_and_data_alias_the_bytes(kind: type[QuantizedDouble]) -> None:
-    tensor = torch.nn.Parameter(kind.of(values()))
+def test_copies_quantize_in_and_dequantize_out_and_slices_are_copies(
+    kind: type[QuantizedDouble],
+) -> None:
+    tensor, plain = torch.nn.Parameter(kind.of(values())), torch.empty(values().shape)
     for alias in (tensor.detach(), tensor.data):
         assert type(alias) is kind
         alias.copy_(values(1))
         assert torch.equal(tensor.raw, kind.of(values(1)).raw)
         tensor.data.copy_(values())
-
-
-def test_copies_quantize_on_the_way_in_and_dequantize_on_the_way_out(
-    kind: type[QuantizedDouble],
-) -> None:
-    tensor, plain = kind.of(values()), torch.empty(values().shape)
-    tensor.copy_(values(1))
-    assert torch.equal(tensor.raw, kind.of(values(1)).raw)
-    plain.copy_(tensor)
+    plain.copy_(tensor.data)
     assert torch.equal(plain, tensor.dequantize().float())
-
-
-def test_slices_are_dequantized_copies(kind: type[QuantizedDouble]) -> None:
-    tensor = kind.of(values())
-    part = tensor[1:3]
+    part = tensor.data[1:3]
     assert type(part) is torch.Tensor
     part.fill_(7)
     assert torch.equal(tensor.raw, kind.of(values()).raw), "a write to a slice changed the tensor"
@@ -83,7 +73,11 @@ def test_casts_return_plain_tensors_but_expand_as_stays_quantized(
     assert node.next_functions[0][0].variable is tensor
 
 
-def test_only_tensors_with_one_scale_have_flat_views() -> None:
+def test_fp4_packs_two_values_into_a_byte_and_only_one_scale_allows_flat_views() -> None:
+    tensor = PackedDouble.of(values())
+    assert (tensor.shape, tensor.raw.shape) == ((4, 2 * BLOCK), (4, BLOCK))
+    tensor._rowwise_data = moved = tensor.raw.clone()
+    assert tensor.detach().raw is moved
     flat = QuantizedDouble.of(values()).view(-1)
     assert flat.shape == (8 * BLOCK,)
     for kind in (BlockDouble, PackedDouble):
@@ -105,10 +99,3 @@ def test_quantizing_shards_equals_quantizing_the_whole_master(
     assert torch.equal(cast.scale_inv, whole.scale_inv)
     cast.quantize_shard(master.view(-1)[11:20], 11)
     cast.quantize_shard(None, None)
-
-
-def test_fp4_packs_two_values_into_a_byte() -> None:
-    tensor = PackedDouble.of(values())
-    assert (tensor.shape, tensor.raw.shape) == ((4, 2 * BLOCK), (4, BLOCK))
-    tensor._rowwise_data = moved = tensor.raw.clone()
-    assert tensor.detach().raw is moved

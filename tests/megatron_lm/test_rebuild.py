@@ -16,37 +16,29 @@ from megatron_flashckpt.megatron_lm.rebuild.model import rank_models
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
 from tests.convert.rebuilt import arguments
 
-LAYOUTS = {
-    "tp1": {},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "tp4": {"tensor_model_parallel_size": 4},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "pp2-vpp2": {
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-    },
-    "tp2-pp4": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
-}
-EXPERT_LAYOUTS = {
-    "ep1": {},
-    "ep4": {"expert_model_parallel_size": 4},
-    "tp2-ep2": {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "sequence_parallel": True,
-    },
-    "tp2-ep2-etp1": {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": True,
-    },
-    "pp2-ep2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
-}
+
+def layout(**sizes: int) -> dict[str, object]:
+    """Return Megatron's settings for short names of sizes."""
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+    }
+    sequence = {"sequence_parallel": True} if {"tp", "ep"} <= sizes.keys() else {}
+    return {names[name]: size for name, size in sizes.items()} | sequence
+
+
+VIRTUAL, STAGES = layout(pp=2, vpp=2), layout(tp=2, pp=4)
+LAYOUTS = [layout(tp=4), VIRTUAL, STAGES]
+EXPERTS_TP1 = layout(tp=2, ep=2, etp=1)
+EXPERT_LAYOUTS = [layout(ep=4), layout(tp=2, ep=2), EXPERTS_TP1, layout(pp=2, ep=2)]
 MODELS = {
     "tied": {},
-    "untied-swiglu": {"untie_embeddings_and_output_weights": True, "swiglu": True},
-    "gqa-rms": {
+    "untied-swiglu-gqa-rms": {
+        "untie_embeddings_and_output_weights": True,
+        "swiglu": True,
         "normalization": "RMSNorm",
         "group_query_attention": True,
         "num_query_groups": 4,
@@ -86,32 +78,32 @@ def shapes(models: list[RankModel]) -> dict[str, tuple[int, ...]]:
 def test_every_layout_rebuilds_the_same_dense_model(model: dict) -> None:
     whole = shapes(rank_models(arguments(**model)))
     assert whole["decoder.layers.self_attention.linear_proj.weight"] == (4, 24, 24)
-    for layout in LAYOUTS.values():
-        assert shapes(rank_models(arguments(**model, **layout))) == whole
+    for sizes in LAYOUTS:
+        assert shapes(rank_models(arguments(**model, **sizes))) == whole
 
 
 def test_every_layout_rebuilds_the_same_model_with_experts() -> None:
     whole = shapes(rank_models(arguments(**EXPERTS)))
     assert whole["decoder.layers.mlp.experts.experts.linear_fc2.weight"] == (4, 4, 24, 40)
     assert whole["decoder.layers.mlp.router.expert_bias"] == (4, 4)
-    for layout in EXPERT_LAYOUTS.values():
-        assert shapes(rank_models(arguments(**EXPERTS, **layout))) == whole
+    for sizes in EXPERT_LAYOUTS:
+        assert shapes(rank_models(arguments(**EXPERTS, **sizes))) == whole
 
 
 def test_every_coordinate_of_a_layout_is_rebuilt_once() -> None:
-    def places(**layout) -> list[tuple[int, int, int]]:
-        return [(model.tp, model.pp, model.ep) for model in rank_models(arguments(**layout))]
+    def places(**settings) -> list[tuple[int, int, int]]:
+        return [(model.tp, model.pp, model.ep) for model in rank_models(arguments(**settings))]
 
-    assert places(**LAYOUTS["tp2-pp4"]) == [(tp, pp, 0) for tp in range(2) for pp in range(4)]
-    assert places(**EXPERTS, **EXPERT_LAYOUTS["tp2-ep2"]) == [
+    assert places(**STAGES) == [(tp, pp, 0) for tp in range(2) for pp in range(4)]
+    assert places(**EXPERTS, **layout(tp=2, ep=2)) == [
         (tp, 0, ep) for tp in range(2) for ep in range(2)
     ]
     # In Megatron's rank order, expert-parallel ranks follow the tensor-parallel ranks.
-    assert places(**EXPERTS, **EXPERT_LAYOUTS["tp2-ep2-etp1"]) == [(0, 0, 0), (1, 0, 1)]
+    assert places(**EXPERTS, **EXPERTS_TP1) == [(0, 0, 0), (1, 0, 1)]
 
 
 def test_both_tied_embeddings_are_marked_and_the_first_is_the_main_copy() -> None:
-    models = rank_models(arguments(**LAYOUTS["pp2-vpp2"]))
+    models = rank_models(arguments(**VIRTUAL))
     shared = [
         (model.pp, number, parameter.name, parameter.geometry.main)
         for model in models
@@ -127,7 +119,7 @@ def test_both_tied_embeddings_are_marked_and_the_first_is_the_main_copy() -> Non
 
 def test_rebuilding_models_restores_all_global_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention backend chosen by an earlier model has no influence."""
-    args = arguments(**LAYOUTS["tp2-pp4"])
+    args = arguments(**STAGES)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
     environment = dict(os.environ)

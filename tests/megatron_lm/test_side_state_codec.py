@@ -94,7 +94,7 @@ atoms = (
     | st.text(st.characters(categories=["Cs"]), max_size=2)
     | st.just(TAG)
     | st.binary(max_size=5)
-    | st.sampled_from([*Colour, *Level, torch.bfloat16, torch.float8_e4m3fn])
+    | st.sampled_from([*Colour, *Level, *Outer.Inner, torch.bfloat16, torch.float8_e4m3fn])
 )
 hashables = st.recursive(
     atoms,
@@ -136,12 +136,6 @@ def test_every_plain_value_is_restored_with_its_type(tree):
     assert typed(round_trip(tree)) == typed(tree)
 
 
-@pytest.mark.parametrize("member", [Colour.RED, Colour.BLUE, Level.LOW, Outer.Inner.ONE])
-def test_an_enum_is_restored_as_the_same_member(member):
-    assert round_trip(member) is member
-    assert round_trip({"a": [member]})["a"][0] is member
-
-
 @pytest.mark.parametrize("pair", [Pair(1, 2), Pair(Pair(Colour.RED, torch.ones(2)), [Pair(0, ())])])
 def test_a_named_tuple_is_restored_as_a_named_tuple(pair):
     restored = round_trip({"a": pair, pair[:0]: 1})["a"]
@@ -170,32 +164,6 @@ def test_an_array_is_restored_writable_with_shape_and_type(array):
     assert (back.shape, back.dtype) == (array.shape, array.dtype)
     np.testing.assert_array_equal(back, array)
     assert back.flags.writeable
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        tuple(range(-100, 100)),
-        [2**63 - 1, -(2**63)] * 40,
-        [2**63] * 100,
-        [True, *range(100)],
-        [1.0, *range(100)],
-        (None, *range(100)),
-    ],
-    ids=["tuple", "list", "too large", "a bool", "a float", "none"],
-)
-def test_long_lists_of_numbers_are_restored_with_their_types(numbers):
-    restored = round_trip({"x": numbers})["x"]
-    assert restored == numbers
-    assert type(restored) is type(numbers)
-    assert [type(item) for item in restored] == [type(item) for item in numbers]
-
-
-def test_the_state_of_numpys_generator_is_restored():
-    before = np.random.RandomState(7)
-    after = np.random.RandomState(8)
-    after.set_state(round_trip(before.get_state()))
-    assert before.random() == after.random()
 
 
 @pytest.mark.parametrize(
@@ -272,30 +240,32 @@ def test_a_view_of_a_tensor_is_restored_with_its_elements():
     assert round_trip(torch.complex(whole, whole).conj()).equal(torch.complex(whole, -whole))
 
 
-unknown = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "unknown",
     [
         Opaque(),
         Opaque,
         len,
-        lambda: 0,
-        functools.partial(int, "7"),
-        sys,
         np.array([object()]),
         np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
         np.ma.masked_array([1, 2], mask=[False, True]),
         np.datetime64("2024-01-01"),
         np.longdouble(1),
-        range(3),
         bytearray(b"x"),
-        collections.deque([1]),
-        torch.device("cpu"),
         torch.Generator(),
         torch.eye(2).to_sparse(),
         Options.A | Options.B,
     ],
     ids=lambda value: type(value).__name__,
 )
+def test_a_value_without_a_plain_form_is_refused_or_left_out_under_lossy_keys(unknown):
+    kind = f"{type(unknown).__module__}.{type(unknown).__qualname__}".replace("builtins.", "")
+    tree = {"u": unknown, "l": [1, {"m": unknown}, 2], "t": (unknown,)}
+    assert refusal(tree) == refusal_of(f"u ({kind})", f"l[1].m ({kind})", f"t[0] ({kind})")
+    tree["n"] = argparse.Namespace(a=unknown, b=3)
+    kept = {"l": [1, {}, 2], "t": (), "n": argparse.Namespace(b=3)}
+    assert typed(lossy_round_trip(tree)) == typed(kept)
+    assert lossy_round_trip(unknown) is None
 
 
 def test_a_namespace_may_have_any_names() -> None:
@@ -304,20 +274,6 @@ def test_a_namespace_may_have_any_names() -> None:
     vars(args).update({5: "five", "self": 1, "no identifier": 2})
     assert vars(round_trip(args)) == vars(args)
     assert vars(lossy_round_trip(args)) == vars(args)
-
-
-@unknown
-def test_a_refusal_names_place_and_type_of_a_value_without_plain_form(unknown):
-    kind = f"{type(unknown).__module__}.{type(unknown).__qualname__}".replace("builtins.", "")
-    tree = {"u": unknown, "l": [1, {"m": unknown}, 2], "t": (unknown,)}
-    assert refusal(tree) == refusal_of(f"u ({kind})", f"l[1].m ({kind})", f"t[0] ({kind})")
-
-
-@unknown
-def test_values_without_plain_form_are_left_out_under_lossy_keys(unknown):
-    tree = {"u": unknown, "l": [1, unknown, 2], "n": argparse.Namespace(a=unknown, b=3)}
-    back = lossy_round_trip(tree)
-    assert typed(back) == typed({"l": [1, 2], "n": argparse.Namespace(b=3)})
 
 
 class Text(str):
@@ -371,28 +327,15 @@ def test_subclasses_of_text_and_numbers_are_restored_as_their_base(value):
     ],
     ids=["dict", "list", "namespace", "no text", "meta", "deep", "deeper"],
 )
-def test_args_may_hold_a_value_that_cannot_be_stored(odd):
+def test_only_args_may_hold_a_value_that_cannot_be_stored(odd):
     """A checkpoint is worth more than one argument: training must not end at the first save."""
-    back = lossy_round_trip(argparse.Namespace(hidden_size=32, odd=odd))
-    assert vars(back) == {"hidden_size": 32}
-
-
-@pytest.mark.parametrize("odd", [holder_of_itself(dict), torch.empty(3, device="meta")])
-def test_other_state_that_cannot_be_stored_is_refused(odd):
-    with pytest.raises(UnsupportedError):
-        side_state_codec.encode({"scheduler": [odd]})
-
-
-def test_args_that_hold_themselves_are_stored_with_their_other_values():
-    args = holder_of_itself(argparse.Namespace)
-    assert vars(lossy_round_trip(args)) == {"n": 1}
-
-
-def test_only_values_under_lossy_keys_may_be_left_out():
-    tree = {"args": {"f": len}, "scheduler": {"f": len}}
-    with pytest.raises(UnsupportedError, match=r"state: scheduler\.f \(builtin_function"):
-        side_state_codec.encode(tree, lossy=("args",))
-    assert refusal([len]) == refusal_of("[0] (builtin_function_or_method)")
+    args = argparse.Namespace(hidden_size=32, odd=odd)
+    assert vars(lossy_round_trip(args)) == {"hidden_size": 32}
+    args.odd = args
+    assert vars(lossy_round_trip(args)) == {"hidden_size": 32}
+    if odd != nested(150):  # which lies within the limit of other state
+        with pytest.raises(UnsupportedError):
+            side_state_codec.encode({"args": args, "scheduler": [odd]}, lossy=("args",))
 
 
 def test_a_refusal_names_the_place_of_the_value_in_any_container():
@@ -431,10 +374,6 @@ def test_values_without_plain_form_are_left_out_of_dicts_and_sets():
     assert typed(lossy_round_trip(tree)) == typed({Colour.RED: 2, "s": {3}})
 
 
-def test_a_lossy_value_without_a_plain_form_is_restored_as_none():
-    assert lossy_round_trip(Opaque()) is None
-
-
 def test_any_msgpack_reader_shows_stored_and_omitted_values():
     encoded = side_state_codec.encode({"lr": 0.5, "betas": (0.9, 1), "f": len}, lossy=("f",))
     tree = msgspec.msgpack.decode(encoded)
@@ -454,87 +393,61 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def torch_saved(value) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("write", [torch_saved, pickle.dumps])
-@pytest.mark.parametrize("wrap", [lambda bomb: bomb, lambda bomb: {"args": [1, bomb]}])
-def test_a_pickle_bomb_is_refused_without_running(tmp_path, write, wrap):
+def test_a_pickle_bomb_is_refused_without_running(tmp_path):
     made = tmp_path / "made"
-    encoded = write(wrap(Bomb(made)))
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: side state is damaged"):
-        side_state_codec.decode(encoded, PLACE)
+        side_state_codec.decode(pickle.dumps({"args": [1, Bomb(made)]}), PLACE)
     assert not made.exists()
+
+
+def nested_tags(levels: int) -> dict:
+    return functools.reduce(lambda inner, _: {TAG: "tuple", "value": [inner]}, range(levels), 1)
 
 
 @pytest.mark.parametrize(
     "encoded",
     [
+        *(b"", b"not a checkpoint", b"PK\x03\x04", saved([1])[:-1], saved([1]) + b"\0"),
+        # These claim a size that they do not have.
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff" + bytes(100),
         b"\xc6\xff\xff\xff\xff" + bytes(100),
         b"\x91" * 1_000_000,
         b"\x81\xa1a" * 1_000_000,
+        # MessagePack decodes deeper nesting than the codec restores.
+        saved({"args": nested_tags(400)}),
+        *(
+            saved({"a": {TAG: tag, **fields}})
+            for tag, fields in (
+                ("ndarray", {"dtype": "O", "shape": [1], "value": b"12345678"}),
+                ("ndarray", {"dtype": "<f4", "shape": [5], "value": b"1234"}),
+                ("ndarray", {"dtype": "no such type", "shape": [1], "value": b"1234"}),
+                ("enum", {}),
+                ("enum", {"class": 7, "value": "x"}),
+                ("dict", {"items": [1]}),
+                ("namespace", {"value": [1]}),
+                ("set", {"value": [[1]]}),
+                ("bytesio", {"value": "text"}),
+                ("tuple", {"value": b"1234567"}),
+                ("tuple", {"value": {}}),
+                ("tuple", {}),
+                ("int", {"value": 7}),
+                ("int", {"value": "no number"}),
+                ("str", {"value": b"\xff"}),
+                ("complex", {"value": [1, 2, 3]}),
+                ("tensor", {"dtype": "torch.float32", "shape": [5], "value": b"1234"}),
+                ("tensor", {"dtype": "torch.float32", "shape": [-1], "value": b"1234"}),
+                ("tensor", {"dtype": "torch.float32", "shape": [1], "value": b""}),
+                ("tensor", {"dtype": "torch.load", "shape": [1], "value": b"1234"}),
+                ("tensor", {"dtype": "torch.uint8", "shape": ["a"], "value": b"1"}),
+            )
+        ),
     ],
-    ids=["list", "map", "bytes", "nested lists", "nested maps"],
+    ids=lambda encoded: repr(encoded[:60]),
 )
-def test_bytes_that_claim_an_impossible_size_are_refused(encoded):
-    with pytest.raises(CorruptCheckpointError, match=PLACE):
-        side_state_codec.decode(encoded, PLACE)
-
-
-def test_tags_nested_too_deeply_are_refused():
-    tree = 1
-    for _ in range(400):  # MessagePack decodes deeper nesting than the codec restores
-        tree = {TAG: "tuple", "value": [tree]}
-    assert side_state_codec.decode(saved({"args": 1}), PLACE) == {"args": 1}
-    with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: .*RecursionError"):
-        side_state_codec.decode(saved({"args": tree}), PLACE)
-
-
-@pytest.mark.parametrize(
-    "encoded",
-    [b"", b"not a checkpoint", b"PK\x03\x04", saved({"a": [1]})[:-1], saved({"a": [1]}) + b"\0"],
-    ids=["empty", "text", "zip magic", "cut at the end", "too long"],
-)
-def test_invalid_bytes_are_refused(encoded):
+def test_damaged_bytes_are_refused(encoded):
     with pytest.raises(CorruptCheckpointError, match=rf"(?s){PLACE}: .*--ckpt-step"):
         side_state_codec.decode(encoded, PLACE)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {TAG: "ndarray", "dtype": "O", "shape": [1], "value": b"12345678"},
-        {TAG: "ndarray", "dtype": "<f4", "shape": [5], "value": b"1234"},
-        {TAG: "ndarray", "dtype": "no such type", "shape": [1], "value": b"1234"},
-        {TAG: "ndarray"},
-        {TAG: "enum"},
-        {TAG: "enum", "class": 7, "value": "x"},
-        {TAG: "dict", "items": [1]},
-        {TAG: "namespace", "value": [1]},
-        {TAG: "set", "value": [[1]]},
-        {TAG: "bytesio", "value": "text"},
-        {TAG: "tuple", "value": b"1234567"},
-        {TAG: "tuple", "value": {}},
-        {TAG: "tuple"},
-        {TAG: "int", "value": 7},
-        {TAG: "int", "value": "no number"},
-        {TAG: "str", "value": b"\xff"},
-        {TAG: "complex", "value": [1, 2, 3]},
-        {TAG: "tensor", "dtype": "torch.float32", "shape": [5], "value": b"1234"},
-        {TAG: "tensor", "dtype": "torch.float32", "shape": [-1], "value": b"1234"},
-        {TAG: "tensor", "dtype": "torch.float32", "shape": [1], "value": b""},
-        {TAG: "tensor", "dtype": "torch.load", "shape": [1], "value": b"1234"},
-        {TAG: "tensor", "dtype": "torch.uint8", "shape": ["a"], "value": b"1"},
-    ],
-)
-def test_a_tagged_value_that_contradicts_itself_is_refused(tree):
-    with pytest.raises(CorruptCheckpointError, match=PLACE):
-        side_state_codec.decode(saved({"a": tree}), PLACE)
 
 
 def enum_tag(path: str, name: str) -> dict:
