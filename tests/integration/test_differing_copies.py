@@ -116,6 +116,18 @@ def test_tools_verify_and_list_copies_and_convert_the_main_ones(
     assert {tensor.kind for tensor in converted.tensors} == KINDS
 
 
+def test_replicas_that_share_a_copy_resume_from_the_first_save(tmp_path: Path) -> None:
+    """Replicas hold equal state of the plain optimizer, and each replica saves a part of it."""
+    save = tmp_path / "save"
+    killed = {"env": {"KILL": "1:4 1:6"}, "max_restarts": 2}
+    result = job(tmp_path, "plain", save, *TP2, ranks=4, **killed)
+    assert "iteration 2 was restored from memory" in result.log
+    assert "iteration 4 was restored from memory" in result.log
+    first, second, third = (result.losses(attempt) for attempt in range(3))
+    assert second[3] == first[3]
+    assert third[5] == second[5]
+
+
 def test_a_stage_saves_its_copy_of_an_embedding_that_megatron_lets_drift(tmp_path: Path) -> None:
     """Multi-token prediction on a stage of its own: two later stages hold the tied embedding."""
     stages = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|m|L"
@@ -137,20 +149,17 @@ def test_a_stage_saves_its_copy_of_an_embedding_that_megatron_lets_drift(tmp_pat
 
 
 def test_experts_that_tensor_ranks_copy_resume_bit_for_bit(tmp_path: Path) -> None:
-    """With TP2, expert TP1 and EP1 Megatron reduces no gradients between copies of an expert.
-
-    Two replicas hold equal state of the plain optimizer, and each replica saves a part of it.
-    """
+    """With TP2, expert TP1 and EP1 Megatron reduces no gradients between copies of an expert."""
     whole, resumed = tmp_path / "A", tmp_path / "B"
     experts = [
-        *(*TP2, "--sequence-parallel", "--disable-bias-linear"),
+        *(*TP2, "--sequence-parallel", "--use-distributed-optimizer", "--disable-bias-linear"),
         *("--num-experts", "4", "--moe-router-topk", "2", "--expert-tensor-parallel-size", "1"),
         *("--moe-token-dispatcher-type", "alltoall"),
     ]
-    a = job(tmp_path, "a", whole, *experts, model="MTP", ranks=4)
+    a = job(tmp_path, "a", whole, *experts, model="MTP")
     copied = {key for _, key in copies(whole, 2) if ".experts." in key}
     assert copied >= {f"decoder.layers.mlp.experts.experts.linear_fc{n}.weight" for n in (1, 2)}
     truncated_copy(whole, resumed, 2)
-    b = job(tmp_path, "b", resumed, *experts, model="MTP", ranks=4)
+    b = job(tmp_path, "b", resumed, *experts, model="MTP")
     assert b.losses() == {iteration: a.losses()[iteration] for iteration in (3, 4, 5, 6)}
     assert differing(tensors(whole, 6), tensors(resumed, 6)) == []
