@@ -23,7 +23,6 @@ FIRST = (
     "integration/test_memory_relayout.py",
     "integration/test_patches.py",
     "integration/test_resume.py",
-    "integration/test_signatures.py",
     "tools/test_crash.py",
 )
 #: Files of other folders in the second tier.

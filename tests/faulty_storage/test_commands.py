@@ -114,20 +114,13 @@ def test_a_command_survives_transient_errors(runner: tuple[Path, Runner], comman
         assert "damage" not in output, fault
 
 
-@pytest.mark.parametrize("command", STEPS)
-@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EIO])
-def test_a_command_names_an_error_that_lasts(
-    runner: tuple[Path, Runner], command: str, number: int
-) -> None:
+@pytest.mark.parametrize("command", ["ls", "verify", "convert torch_dist"])
+def test_a_command_names_an_error_that_lasts(runner: tuple[Path, Runner], command: str) -> None:
     root, process = runner
-    part = {"ls": ".end", "inspect": ".end"}.get(command, "safetensors")
-    part = ".distcp" if command == "convert torch_dist" else part
-    process.faulty.rule(fail("read", number, part))
+    part = {"ls": ".end", "verify": "safetensors", "convert torch_dist": ".distcp"}[command]
+    process.faulty.rule(fail("read", errno.EIO, part))
     status, output = process.run(command, root)
-    assert part in output or command == "convert torch_dist", output
-    remedy = "storage is unavailable" if number == errno.ETIMEDOUT else "reports an I/O error"
-    assert remedy in output, output
+    assert "reports an I/O error" in output, output
     assert "cannot read" in output, output
     assert "damaged" not in output, output
-    assert "cannot be written" not in output, output
     assert status == (0 if command == "ls" else 1), output

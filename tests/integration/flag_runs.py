@@ -116,6 +116,7 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int, torchrun: bool = True)
     runs: Runs = {}
     for event in done.events:
         name, entry_point = event.pop("event"), event.pop("entry_point")
+        del event["attempt"]
         if event.pop("rank") == 0:
             runs.setdefault(name, {})[entry_point] = JobResult(
                 save=where / entry_point / name, **event

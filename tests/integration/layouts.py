@@ -4,8 +4,8 @@ A source cell trains 3 iterations, saves, trains 2 more and saves again; its res
 reference. A destination cell starts from other random weights, loads the source's iteration 3,
 saves that iteration again at once, and trains the same 2 iterations.
 
-Every layout of a family is loaded under one other layout, and loads one other layout. With
-`EVERY_CELL=1`, as `scripts/reshard` sets it, every ordered pair of a family is a cell.
+The first layouts of each family (`SAMPLED`) load one other layout, and one other layout loads them.
+With `EVERY_CELL=1`, as `scripts/reshard` sets it, every ordered pair of a family is a cell.
 """
 
 from __future__ import annotations
@@ -110,19 +110,19 @@ FAMILIES: dict[str, list[Layout]] = {
         DP4="4 3",
         TP2_PP2=f"4 6 {TP} 2 {PP} 2",
         DP4_plain="4 3",
-        TP4=f"4 12 {TP} 4",
         PP2_VPP2_DP2=f"4 3 {PP} 2 {VPP} 1",
-        TP2_DP2_plain=f"4 6 {TP} 2",
+        TP4=f"4 12 {TP} 4",
         PP2_DP2=f"4 3 {PP} 2",
+        TP2_DP2_plain=f"4 6 {TP} 2",
     ),
     "moe": _layouts(
         "moe",
         MOE,
         TP2_EP2=f"4 6 {TP} 2 --sequence-parallel {EP} 2",
-        DP4_EP2=f"4 3 {EP} 2",
         DP4_EP4=f"4 3 {EP} 4",
         DP4_EP1=f"4 3 {EP} 1",
         DP4_EP2_plain=f"4 3 {EP} 2",
+        DP4_EP2=f"4 3 {EP} 2",
     ),
     "tied": _layouts(
         "tied",
@@ -152,19 +152,27 @@ FAMILIES: dict[str, list[Layout]] = {
         [*UNTIED, "--bf16"],
         PP2=f"2 6 {PP} 2",
         PP2_first_3=f"2 6 {PP} 2 {FIRST} 3",
-        PP2_VPP2=f"2 6 {PP} 2 {VPP} 1",
         PP2_layout=f"2 6 {PP} 2 {STAGES} E|t|tt|tL",
+        PP2_VPP2=f"2 6 {PP} 2 {VPP} 1",
     ),
     "worlds": _layouts(
         "worlds",
         [*UNTIED, "--bf16"],
         TP2_DP2=f"4 6 {TP} 2",
         one_rank="1 12",
-        DP2="2 6",
         DP3="3 4",
         TP2_PP2_DP2=f"8 3 {TP} 2 {PP} 2",
+        DP2="2 6",
     ),
 }
+
+
+#: Numbers of layouts of large families that the suite runs; the others differ in sizes alone.
+SAMPLED = {"dense": 6, "moe": 4, "splits": 3, "worlds": 4}
+
+
+def layouts_of(family: str) -> list[Layout]:
+    return FAMILIES[family][: None if EVERY_CELL else SAMPLED.get(family)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,95 +192,37 @@ JOBS = {
     "splits": Job(2, ("splits",)),
     "worlds": Job(8, ("worlds",)),
 }
-#: Source and destination layouts between which stock's own noise is measured. Routing is discrete,
-#: so MoE's noise is measured between all layouts that stock can load from one another. (Stock
-#: cannot merge two saved optimizers into one: EP2 under EP1.)
-STOCK = {
-    "dense": (("TP2 DP2",), ("DP4", "TP4", "PP2 DP2", "TP2 PP2", "PP2 VPP2 DP2", "PP4")),
-    "moe": (("TP2 EP2", "DP4 EP2", "DP4 EP4"),) * 2,
-    "fp32": (("TP2 DP2",), ("PP2 DP2",)),
-}
-SPOILED = ("steps forgotten", "moments swapped", "moments zeroed")
-
-
-def every_pair(family: str) -> list[Pair]:
-    """Return every ordered pair of layouts, grouped by destination."""
-    layouts = FAMILIES[family]
-    return [Pair(source, there) for there, source in itertools.product(layouts, layouts)]
 
 
 def pairs(family: str) -> list[Pair]:
-    """Return the cells of a family: a ring through all layouts and one layout under itself."""
+    """Return the cells of a family: a ring through its layouts and one layout under itself."""
+    layouts = layouts_of(family)
     if EVERY_CELL:
-        return every_pair(family)
-    first, *others = FAMILIES[family]
-    ring = [Pair(*pair) for pair in itertools.pairwise([first, *others, first])]
-    return [Pair(first, first), *ring]
-
-
-def stock_pairs(family: str) -> list[Pair]:
-    """Return the pairs that Megatron itself saves and loads; fewer pairs measure less noise."""
-    sources, destinations = STOCK.get(family, ((), ()))
-    measured = [
-        Pair(pair.source, pair.destination, "stock")
-        for pair in every_pair(family)
-        if pair.source.label in sources
-        and pair.destination.label in destinations
-        and pair.source != pair.destination
-    ]
-    return measured if EVERY_CELL else measured[::3]
-
-
-def spoiled_pairs(family: str) -> list[Pair]:
-    """Return the pairs that our load restores and that a step then corrupts."""
-    first, second, *_ = FAMILIES[family]
-    return [Pair(first, second, how) for how in SPOILED if family in STOCK]
+        return [Pair(*pair) for pair in itertools.product(layouts, layouts)]
+    ring = [Pair(*pair) for pair in itertools.pairwise([*layouts, layouts[0]])]
+    return [Pair(layouts[0], layouts[0]), *ring]
 
 
 def interrupted_pairs(family: str) -> list[Pair]:
-    """Return pairs whose source asks for a step to be run again: equal layout, then other DP."""
-    if family != "dense":
-        return []
-    first, plain = (layout for layout in FAMILIES[family] if layout.model_parallel == ("2", "1"))
-    return [Pair(first, there, "interrupted") for there in (first, plain, FAMILIES[family][1])]
-
-
-def rescheduled_pairs(family: str) -> list[Pair]:
-    """Return pairs whose destination groups have other rates: under the same and another layout.
-
-    Only rates distinguish three groups of this family, so the load can only identify these groups
-    by their parameters.
-    """
-    if family != "fp32":
-        return []
-    first, _, plain = FAMILIES[family]
-    rates = ("--decoupled-lr", "4e-3", "--lr", "2e-3", "--override-opt-param-scheduler")
-    there = dataclasses.replace(first, arguments=(*first.arguments, *rates))
-    return [Pair(source, there, "other rates") for source in (first, plain)]
+    """Return pairs whose source asks for a step to be run again: equal layout, then another."""
+    first, second, *_ = FAMILIES[family]
+    return [Pair(first, there, "interrupted") for there in (first, second) if family == "dense"]
 
 
 def plan(families: Iterable[str], root: Path) -> list[dict[str, Any]]:
     """Return the cells of one job; cells of equal layout follow one another."""
     cells = []
     for family in families:
-        layouts = FAMILIES[family]
+        layouts = layouts_of(family)
         cells += [_source_cell(layout, root) for layout in layouts]
-        loads = [
-            *pairs(family),
-            *stock_pairs(family),
-            *spoiled_pairs(family),
-            *interrupted_pairs(family),
-        ]
+        loads = [*pairs(family), *interrupted_pairs(family)]
         for layout in layouts:
             cells += [_destination_cell(pair, root) for pair in loads if pair.destination == layout]
-        cells += [_destination_cell(pair, root) for pair in rescheduled_pairs(family)]
     return cells
 
 
 def _source_cell(layout: Layout, root: Path) -> dict[str, Any]:
     steps: list[list[Any]] = [["train", 1, BEFORE], ["save", str(root / layout.name), BEFORE]]
-    if any(pair.source == layout for pair in stock_pairs(layout.family)):
-        steps.append(["save_stock", f"{root / layout.name}:stock", BEFORE])
     steps += _continue(root / layout.name)
     if any(pair.source == layout for pair in interrupted_pairs(layout.family)):
         steps += [["interrupt"], ["save", f"{root / layout.name}:interrupted", AFTER]]
@@ -281,18 +231,8 @@ def _source_cell(layout: Layout, root: Path) -> dict[str, Any]:
 
 def _destination_cell(pair: Pair, root: Path) -> dict[str, Any]:
     own, source = str(root / pair.name), str(root / pair.source.name)
-    if pair.how == "stock":
-        steps = [
-            ["load_stock", f"{source}:stock", BEFORE, own],
-            ["hold"],
-            *_continue(root / pair.name),
-        ]
-    elif pair.how == "interrupted":
+    if pair.how == "interrupted":
         steps = [["load", f"{source}:interrupted", AFTER, own]]
-    elif pair.how == "other rates":
-        steps = [["load", source, BEFORE, own]]
-    elif pair.how:
-        steps = [["load", source, BEFORE, own], ["spoil", pair.how], *_continue(root / pair.name)]
     else:
         steps = [["load", source, BEFORE, own], ["hold"], ["save", own, BEFORE]]
         steps += _continue(root / pair.name)

@@ -8,33 +8,19 @@ second job runs all cases.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.file_format.seal import seal
-from tests.agent.test_places import NOBODY, another_user, as_root
-from tests.support.megatron_jobs import Result, committed, run_cases, run_job, succeeded
+from tests.support.load_cases import Damage, LoadCases, shard, snapshot
+from tests.support.megatron_jobs import run_cases, run_job, succeeded
 
-MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
-RANKS = 2
+MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer", "--train-iters", "2"]
 ITERATION = "iter_0000002"
-
-
-def shard(directory: Path, rank: int) -> Path:
-    (file,) = (directory / ITERATION).glob(f"*.rank_{rank:05d}.safetensors")
-    return file
-
-
-def cut_short(directory: Path) -> None:
-    file = shard(directory, 1)
-    with open(file, "r+b") as opened:
-        opened.truncate(file.stat().st_size - 1)
 
 
 def newer_version_in(manifest: Path) -> None:
@@ -42,10 +28,6 @@ def newer_version_in(manifest: Path) -> None:
     del content["digest"]
     content["version"] = 99
     manifest.write_bytes(seal(json.dumps(content).encode()))
-
-
-def missing_iteration(directory: Path) -> None:
-    shutil.rmtree(directory / ITERATION)
 
 
 def foreign_files(directory: Path) -> None:
@@ -67,107 +49,58 @@ def dlrovers_without_files(directory: Path) -> None:
     (directory / "dlrover_latest.txt").write_text("2")
 
 
-#: name -> (damage, extra arguments, error class or None, pattern of the message)
-CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str]]] = {
-    "intact": (None, {}, None, []),
-    "foreign_files": (foreign_files, {}, None, []),
+#: name -> (damage, error class or None, patterns of the message)
+CASES: dict[str, tuple[Damage, str | None, list[str]]] = {
+    "foreign_files": (foreign_files, None, []),
     "cut_short": (
-        cut_short,
-        {},
+        lambda directory: os.truncate(shard(directory / ITERATION, 1), 5000),
         "CorruptCheckpointError",
         [r"rank_00001\.safetensors", r"bytes long, the manifest says", "--ckpt-step"],
     ),
     "missing_iteration": (
-        missing_iteration,
-        {},
+        lambda directory: shutil.rmtree(directory / ITERATION),
         "NotCommittedError",
         [r"iter_0000002: holds no end of a save", "--ckpt-step"],
     ),
     "dlrovers": (
         dlrovers,
-        {},
         "UnsupportedError",
         [r"iter_0000002: is in DLRover's format", r"flashckpt convert \S+ DST --to flashckpt"],
     ),
     "dlrovers_without_files": (
         dlrovers_without_files,
-        {},
         "UnsupportedError",
         [r"iter_0000002: DLRover committed this iteration without any file", r"available: none"],
     ),
 }
 
 
-def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
-    return {
-        str(file.relative_to(directory)): (file.stat().st_mtime_ns, file.read_bytes())
-        for file in sorted(directory.rglob("*"))
-        if file.is_file()
-    }
-
-
-class CasesJob:
-    """The job that runs all cases, and the directories before and after."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        intact = tmp_path / "good"
-        succeeded(
-            run_job(
-                tmp_path,
-                "save",
-                [*MODEL, "--train-iters", "2", "--save", str(intact), "--save-interval", "2"],
-                ranks=RANKS,
-            )
-        )
-        cases = []
-        self.directories = {}
-        for name, (damage, args, _, _) in CASES.items():
-            directory = tmp_path / name
-            shutil.copytree(intact, directory)
-            if damage is not None:
-                damage(directory)
-            self.directories[name] = directory
-            cases.append({"name": name, "call": "load", "args": {"load": str(directory), **args}})
-        (tmp_path / "file").write_text("a file where the save directory should be")
-        for name, load in (
-            ("no_such_directory", {"load": str(tmp_path / "nowhere")}),
-            ("of_another_client", {"load": "msc://profile/job", "enable_msc": True}),
-        ):
-            cases.append({"name": name, "call": "load", "args": load})
-        for name, place, more in (
-            ("save_into_a_file", "file", {}),
-            ("no_memory_on_one_rank", "nomem", {"no_memory_on": 1}),
-            ("no_doorbell_on_one_rank", "nobell", {"no_doorbell_on": 1}),
-            ("load_right_after_a_save", "overlapped", {"then_load": str(intact)}),
-            ("save_makes_the_directory", "new/deep", {}),
-        ):
-            args = {"save": str(tmp_path / place)}
-            cases.append({"name": name, "call": "save", "iteration": 5, "args": args, **more})
-        saved = {"load": str(tmp_path / "overlapped"), "finetune": True}
-        cases.append({"name": "what_was_saved_then", "call": "load", "args": saved})
-        self.tmp_path = tmp_path
-        self.before = {name: snapshot(path) for name, path in self.directories.items()}
-        self.result = self.run("cases", MODEL, cases)
-        self.after = {name: snapshot(path) for name, path in self.directories.items()}
-        self.good = intact
-
-    def run(self, name: str, model: list[str], cases: list[dict]) -> Result:
-        return run_cases(self.tmp_path, name, [*model, "--train-iters", "2"], cases, ranks=RANKS)
-
-    def of(self, name: str) -> list[dict]:
-        events = self.result.named(name)
-        assert [event["rank"] for event in events] == list(range(RANKS))
-        return events
-
-
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> CasesJob:
-    return CasesJob(tmp_path_factory.mktemp("bad_input"))
+def ran(tmp_path_factory: pytest.TempPathFactory) -> LoadCases:
+    where = tmp_path_factory.mktemp("bad_input")
+    good = where / "good"
+    save = [*MODEL, "--save", str(good), "--save-interval", "2"]
+    succeeded(run_job(where, "save", save, ranks=LoadCases.RANKS))
+    job = LoadCases(where, good)
+    for name, (damage, _, _) in CASES.items():
+        job.add(name, damage)
+    (where / "file").write_text("a file where the save directory should be")
+    overlapped = str(where / "new/overlapped")
+    for name, call, args, more in (
+        ("no_such_directory", "load", {"load": str(where / "nowhere")}, {}),
+        ("of_another_client", "load", {"load": "msc://profile/job", "enable_msc": True}, {}),
+        ("save_into_a_file", "save", {"save": str(where / "file")}, {}),
+        ("load_right_after_a_save", "save", {"save": overlapped}, {"then_load": str(good)}),
+        ("what_was_saved_then", "load", {"load": overlapped, "finetune": True}, {}),
+    ):
+        job.cases.append({"name": name, "call": call, "args": args, "iteration": 5, **more})
+    job.run(MODEL)
+    return job
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: CasesJob, name: str) -> None:
-    _, _, error, says = CASES[name]
+def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: LoadCases, name: str) -> None:
+    _, error, says = CASES[name]
     for event in ran.of(name):
         if error is None:
             assert event["error"] is None
@@ -179,22 +112,18 @@ def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: CasesJob, n
             assert error in (event["error"][0], *event["error"][1].split(": "))
             for pattern in says:
                 assert re.search(pattern, event["error"][1]), event["error"][1]
-    assert ran.after[name] == ran.before[name]
+            assert not event["weights_changed"]
+    ran.assert_unchanged(name)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[2]])
-def test_a_refused_load_overwrites_nothing(ran: CasesJob, name: str) -> None:
-    assert [event["weights_changed"] for event in ran.of(name)] == [False] * RANKS
-
-
-def test_a_missing_directory_starts_from_random_as_stock_does(ran: CasesJob) -> None:
+def test_a_missing_directory_starts_from_random_as_stock_does(ran: LoadCases) -> None:
     for event in ran.of("no_such_directory"):
         assert (event["result"], event["error"]) == (0, None)
     assert "will not load any checkpoints and will start from random" in ran.result.log
 
 
 def test_a_path_of_a_client_that_is_not_installed_starts_nothing_from_scratch(
-    ran: CasesJob,
+    ran: LoadCases,
 ) -> None:
     """Megatron itself takes it for a missing directory."""
     for event in ran.of("of_another_client"):
@@ -203,23 +132,16 @@ def test_a_path_of_a_client_that_is_not_installed_starts_nothing_from_scratch(
         assert "msc://profile/job: no file of the Multi-Storage Client has profiles" in message
 
 
-def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: CasesJob) -> None:
+def test_a_save_into_a_file_fails_on_every_rank_with_a_remedy(ran: LoadCases) -> None:
     for event in ran.of("save_into_a_file"):
         _, message = event["error"]
-        assert str(ran.tmp_path / "file") in message
+        assert str(ran.where / "file") in message
         assert "move it away" in message
-    assert (ran.tmp_path / "file").read_text().startswith("a file where")
+    assert (ran.where / "file").read_text().startswith("a file where")
 
 
-def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: CasesJob) -> None:
-    for event in ran.of("no_memory_on_one_rank"):
-        (message,) = event["result"]
-        assert "cannot reserve 9 GiB of host memory" in message
-    assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
-    assert committed(ran.tmp_path / "nomem") == []
-
-
-def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: CasesJob) -> None:
+def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: LoadCases) -> None:
+    """The save also makes the missing directory."""
     saves, loads = ran.of("load_right_after_a_save"), ran.of("what_was_saved_then")
     for save, load in zip(saves, loads, strict=True):
         assert (save["result"], save["error"], load["error"]) == ([None], None, None)
@@ -228,44 +150,8 @@ def test_a_load_does_not_overwrite_data_that_a_save_still_copies(ran: CasesJob) 
         assert load["weights"] == [after, before]
 
 
-def test_an_unexpected_copy_thread_error_fails_the_save_on_all_ranks(ran: CasesJob) -> None:
-    for event in ran.of("no_doorbell_on_one_rank"):
-        (message,) = event["result"]
-        assert "ValueError: an unexpected error" in message
-    assert committed(ran.tmp_path / "nobell") == []
-
-
-def test_a_save_creates_a_missing_directory(ran: CasesJob) -> None:
-    for event in ran.of("save_makes_the_directory"):
-        assert event["result"] == [None]
-    assert committed(ran.tmp_path / "new/deep") == [5]
-
-
-def test_a_load_into_another_model_names_differing_keys_and_both_shapes(
-    ran: CasesJob,
-) -> None:
-    load = {"name": "other", "call": "load", "args": {"load": str(ran.good)}}
-    before = snapshot(ran.good)
-    wider = [*MODEL, "--ffn-hidden-size", "192"]
-    result = ran.run("other", wider, [load])
-    assert len(result.named("other")) == RANKS
-    for event in result.named("other"):
-        kind, message = event["error"]
-        assert kind == "MissingStateError"
-        key = "decoder.layers.mlp.linear_fc1.weight"
-        match = re.search(
-            rf"weight/{key}: (\(.*?\)) BF16 in the checkpoint, (\(.*?\)) BF16", message
-        )
-        assert match, message
-        assert match[1] != match[2]
-        for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
-            assert f"{kind}/{key}: " in message
-        assert not event["weights_changed"]
-    assert snapshot(ran.good) == before
-
-
 def test_a_strict_load_lists_differences_and_another_load_skips_them(
-    ran: CasesJob,
+    ran: LoadCases,
 ) -> None:
     load = {"call": "load", "args": {"load": str(ran.good)}}
     cases = [
@@ -279,7 +165,7 @@ def test_a_strict_load_lists_differences_and_another_load_skips_them(
     ]
     before = snapshot(ran.good)
     model = [*MODEL, "--untie-embeddings-and-output-weights", "--disable-bias-linear"]
-    result = ran.run("strict", model, cases)
+    result = run_cases(ran.where, "strict", model, cases, ranks=ran.RANKS)
     for event in result.named("strict"):
         kind, message = event["error"]
         assert kind == "MissingStateError"
@@ -290,7 +176,7 @@ def test_a_strict_load_lists_differences_and_another_load_skips_them(
             assert f"{fc2}: in the checkpoint, not in the model" in message
     for name in ("not strict", "as Megatron's own flag says"):
         events = result.named(name)
-        assert [(event["result"], event["error"]) for event in events] == [(2, None)] * RANKS
+        assert [(event["result"], event["error"]) for event in events] == [(2, None)] * ran.RANKS
     assert all(event["weights_changed"] for event in result.named("not strict"))
     warnings = re.findall(
         r"missing state keeps its values: (.*); unexpected state is not read: (.*)", result.log
@@ -303,43 +189,10 @@ def test_a_strict_load_lists_differences_and_another_load_skips_them(
 
 
 def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> None:
-    result = run_job(
-        tmp_path,
-        "unknown",
-        [
-            *MODEL,
-            "--train-iters",
-            "1",
-            "--save",
-            str(tmp_path / "s"),
-            "--load",
-            str(tmp_path / "s"),
-        ],
-        ranks=1,
-        env={"FLASHCKPT_SLOTTS": "3"},
-    )
+    job = [*MODEL, "--save", str(tmp_path / "s"), "--load", str(tmp_path / "s")]
+    result = run_job(tmp_path, "unknown", job, ranks=1, env={"FLASHCKPT_SLOTTS": "3"})
     assert result.returncode != 0
     assert (
         "unknown setting FLASHCKPT_SLOTTS (did you mean FLASHCKPT_SLOTS?); correct or remove it"
         in result.log
     )
-
-
-@as_root
-@pytest.mark.parametrize("load", [True, False])
-def test_a_place_unusable_for_agents_stops_the_job_before_training(
-    tmp_path: Path, load: bool
-) -> None:
-    save, run = tmp_path / "s", tmp_path / "run"
-    save.mkdir()
-    job = ["--train-iters", "1", "--save", str(save), "--save-interval", "1"]
-    job += ["--load", str(save)] if load else []
-    run.mkdir(mode=0o755 if load else 0o700)
-    reason = "other users can reach it" if load else f"user {NOBODY} has taken this name"
-    with nullcontext() if load else another_user(place_of(str(save), str(run)), listens=True):
-        env = {"FLASHCKPT_RUNTIME_DIR": str(run)}
-        result = run_job(tmp_path, "nowhere", [*MODEL, *job], ranks=1, env=env)
-    assert result.returncode != 0
-    assert reason in result.log
-    assert result.losses() == {}
-    assert not list(tmp_path.glob("s/iter_*"))

@@ -42,9 +42,9 @@ REFUSED = {
 }
 
 
-def train(where: Path, *changes: str, **more: str) -> tuple[str, int]:
-    """Run the job on two ranks; return what rank 0 prints, and its exit status."""
-    return run_ranks([SCRIPT, where / "save", *changes], where, 2, HOME, **NEEDS, **more)
+def train(where: Path, *changes: str, ranks: int = 2, **more: str) -> tuple[str, int]:
+    """Run the job; return what rank 0 prints, and its exit status."""
+    return run_ranks([SCRIPT, where / "save", *changes], where, ranks, HOME, **NEEDS, **more)
 
 
 def steps(output: str) -> list[str]:
@@ -53,30 +53,27 @@ def steps(output: str) -> list[str]:
 
 
 def test_a_killed_job_resumes_bit_for_bit_from_memory_and_from_storage(tmp_path: Path) -> None:
-    """It is killed before its first commit, and again in the save of the last iteration."""
-    whole, status = train(tmp_path / "whole")
-    assert status == 0, whole
-    assert len(steps(whole)) == 2 * 12, whole
-    assert whole.count("on_checkpoint_save") == 3
+    """It is killed before its first commit, and again in the save of the last iteration.
 
-    where = tmp_path / "killed"
-    killed, status = train(where, EVERY_2, FLASHCKPT_FAULT="rank0:save.staging:2")
-    assert status == -9, killed
-    assert steps(killed) == steps(whole)[: 2 * 4]
-    assert not (where / "save/latest_checkpointed_iteration.txt").exists()
+    Each resumed job repeats steps that the job before it has made.
+    """
+    first, status = train(tmp_path, EVERY_2, FLASHCKPT_FAULT="rank0:save.staging:2")
+    assert status == -9, first
+    assert len(steps(first)) == 2 * 4, first
+    assert not (tmp_path / "save/latest_checkpointed_iteration.txt").exists()
 
-    killed, status = train(where, EVERY_2, FLASHCKPT_FAULT="rank0:save.staging:5")
-    assert status == -9, killed
-    assert "iteration 2 was restored from memory" in killed
-    assert steps(killed) == steps(whole)[2 * 2 :]
+    second, status = train(tmp_path, EVERY_2, FLASHCKPT_FAULT="rank0:save.staging:5")
+    assert status == -9, second
+    assert "iteration 2 was restored from memory" in second
+    assert len(steps(second)) == 2 * 10
+    assert steps(second)[: 2 * 2] == steps(first)[2 * 2 :]
 
-    resumed, status = train(
-        where, EVERY_2, FLASHCKPT_RESTORE_FROM_MEMORY="false", FLASHCKPT_WAIT="durable"
-    )
-    assert status == 0, resumed
-    assert "iteration 8 was restored from storage" in resumed
-    assert steps(resumed) == steps(whole)[2 * 8 :]
-    assert resumed.count("on_checkpoint_save") == 1
+    wanted = {"FLASHCKPT_RESTORE_FROM_MEMORY": "false", "FLASHCKPT_WAIT": "durable"}
+    third, status = train(tmp_path, EVERY_2, **wanted)
+    assert status == 0, third
+    assert "iteration 8 was restored from storage" in third
+    assert steps(third) == steps(second)[2 * 6 :]
+    assert third.count("on_checkpoint_save") == 1
 
 
 def test_unsupported_settings_of_bridge_are_refused_by_name(tmp_path: Path) -> None:
@@ -89,7 +86,8 @@ def test_unsupported_settings_of_bridge_are_refused_by_name(tmp_path: Path) -> N
 
 def test_a_refused_job_takes_no_step(tmp_path: Path) -> None:
     """Bridge does not call `load` here, because there is nothing to load from."""
-    output, status = train(tmp_path, "checkpoint.load=None", "checkpoint.most_recent_k=2")
+    refused = ("checkpoint.load=None", "checkpoint.most_recent_k=2")
+    output, status = train(tmp_path, *refused, ranks=1)
     assert status == 1, output
     assert "checkpoint.most_recent_k: use the setting 'retention'" in output
     assert steps(output) == []

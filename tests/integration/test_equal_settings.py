@@ -20,12 +20,6 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
         "'damaged' is fall_back on rank 0, stop on rank 1; "
         "'share_reads' is auto on rank 0, never on rank 1",
     ),
-    "a job that saves": (
-        {"restore_from_memory": False},
-        "load",
-        True,
-        "'restore_from_memory' is True on rank 0, False on rank 1",
-    ),
     # With `busy: skip`, only saves that are not waited for have a collective.
     "a job that waits for saves": (
         {"redundancy_group": 2, "wait": "durable"},

@@ -2,8 +2,8 @@
 
 The tests run the unedited scripts with smaller sizes from the environment. Without a GPU, the
 environment also puts the stand-in on PYTHONPATH, and ARGS disables features that need a GPU.
-Doubles of `srun` and `scontrol` (tests/support/slurm_double) replace Slurm: they run the multi-node
-script twice on this machine, as two nodes with an agent each.
+Doubles of `srun` and `scontrol` (tests/support/slurm_double) replace Slurm; `tools/slurm` runs the
+scripts under real Slurm.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron.training.arguments import parse_args
 
 from tests.support.forked.nursery import CPU_MEGATRON
-from tests.support.megatron_jobs import REPO, TINY, end, free_port
+from tests.support.megatron_jobs import REPO, TINY, end
 from tests.support.trainer import eventually
 
 SCRIPTS = REPO / "scripts"
@@ -79,20 +78,22 @@ def environment(tmp_path: Path, *first_on_path: Path, **variables: str) -> dict[
     }
 
 
-def trains(tmp_path: Path, script: str, **variables: str) -> str:
-    """Run a script to its end, with CPU ranks; return its output."""
+def test_a_killed_rank_on_one_node_restarts_from_memory(tmp_path: Path) -> None:
+    """Both ranks have trained iterations 3 and 4 twice, with equal losses."""
     variables = {
         **TINY_JOB,
         "LOSS_LOG": str(tmp_path / "losses"),
         "FLASHCKPT_RUNTIME_DIR": str(tmp_path / "run"),
         "FLASHCKPT_FAULT": f"rank1:save.granted:2:KILL:{tmp_path / 'killed'}",
-        **variables,
+        "GPUS_PER_NODE": "2",
+        "TENSOR_PARALLEL": "2",
+        "PRECISION": "bf16",
     }
     log = tmp_path / "log"
     with open(log, "w") as output:
         job = subprocess.Popen(
-            ["bash", str(SCRIPTS / script), *ON_CPU],
-            env=environment(tmp_path, REPO / "tests/support/slurm_double", **variables),
+            ["bash", str(SCRIPTS / "pretrain_gpt_single_node.sh"), *ON_CPU],
+            env=environment(tmp_path, **variables),
             cwd=tmp_path,
             stdout=output,
             stderr=output,
@@ -104,62 +105,18 @@ def trains(tmp_path: Path, script: str, **variables: str) -> str:
     printed = log.read_text(errors="replace")
     assert returncode == 0, printed[-6000:]
     assert (tmp_path / "killed").exists(), "no rank was killed"
-    return printed
-
-
-def losses_in(directory: Path) -> dict[str, list[list[str]]]:
-    """Return iteration and loss of every micro-batch, by rank."""
-    return {
-        file.suffix: [line.split() for line in file.read_text().splitlines()]
-        for file in sorted(directory.glob("losses.*"))
-    }
-
-
-def assert_repeated(losses: dict[str, list[list[str]]]) -> None:
-    """Assert that both ranks have trained iterations 3 and 4 twice, with equal losses."""
-    assert sorted(losses) == [".0", ".1"]
-    for of_rank in losses.values():
-        iterations = [int(iteration) for iteration, _ in of_rank]
+    assert "iteration 2 was restored from memory" in printed
+    for rank in (0, 1):
+        losses = [line.split() for line in (tmp_path / f"losses.{rank}").read_text().splitlines()]
+        iterations = [int(iteration) for iteration, _ in losses]
         start = iterations.index(3, iterations.index(4))
-        before = [loss for loss in of_rank[:start] if int(loss[0]) in (3, 4)]
-        again = [loss for loss in of_rank[start:] if int(loss[0]) in (3, 4)]
+        before = [loss for loss in losses[:start] if int(loss[0]) in (3, 4)]
+        again = [loss for loss in losses[start:] if int(loss[0]) in (3, 4)]
         assert before == again != []
         assert iterations[-1] == 5
-
-
-def assert_restarted_from_memory(tmp_path: Path, printed: str) -> None:
-    assert "iteration 2 was restored from memory" in printed
-    assert_repeated(losses_in(tmp_path))
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "5"
     run = tmp_path / "run"
-    eventually(
-        "the end of the agents", lambda: not [path for path in run.rglob("*") if not path.is_dir()]
-    )
-
-
-def test_a_killed_rank_on_one_node_restarts_from_memory(tmp_path: Path) -> None:
-    printed = trains(
-        tmp_path,
-        "pretrain_gpt_single_node.sh",
-        GPUS_PER_NODE="2",
-        TENSOR_PARALLEL="2",
-        PRECISION="bf16",
-    )
-    assert_restarted_from_memory(tmp_path, printed)
-
-
-def test_a_killed_rank_on_two_nodes_restarts_from_memory(
-    tmp_path: Path,
-) -> None:
-    printed = trains(
-        tmp_path,
-        "pretrain_gpt_slurm.sbatch",
-        **SLURM,
-        GPUS_PER_NODE="1",
-        TENSOR_PARALLEL="1",
-        MASTER_PORT=str(free_port()),
-    )
-    assert_restarted_from_memory(tmp_path, printed)
+    eventually("the end of the agent", lambda: not [p for p in run.rglob("*") if not p.is_dir()])
 
 
 @pytest.fixture
@@ -188,24 +145,6 @@ def ran(script: str, variables: dict[str, str], *arguments: str) -> subprocess.C
     )
 
 
-def test_the_script_defaults_to_the_experiment_of_dlrovers_blog(
-    recording: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = ran("pretrain_gpt_multi_node.sh", recording).stdout.splitlines()
-    start = lines.index("-m")
-    torchrun, (_, launcher, script, *arguments) = lines[:start], lines[start:]
-    assert torchrun[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
-    assert launcher == "megatron_flashckpt.launch"
-    assert script == f"{recording['MEGATRON_LM']}/pretrain_gpt.py"
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    args = parse_args()
-    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (8, 1)
-    assert (args.num_layers, args.hidden_size, args.num_attention_heads) == (48, 1600, 16)
-    assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (1024, 4, 8)
-    assert (args.save_interval, args.use_distributed_optimizer) == (50, True)
-    assert args.save == args.load == recording["CHECKPOINT_PATH"]
-
-
 @pytest.mark.parametrize("script", [name for name in SCRIPT_NAMES if "arguments" not in name])
 def test_arguments_of_the_caller_come_last_and_variables_change_sizes(
     recording: dict[str, str], script: str
@@ -214,72 +153,43 @@ def test_arguments_of_the_caller_come_last_and_variables_change_sizes(
     lines = done.stdout.splitlines()
     assert lines[-4:] == ["--lr", "1e-3", "--seed", "5 6"], done.stderr
     assert lines[lines.index("--num-layers") + 1] == "7"
+    usage = ran(script, {"PATH": os.environ["PATH"]}, "--help")
+    assert (usage.returncode, usage.stderr) == (0, "")
+    assert re.search(rf"^  .*{re.escape(script)} \[ARGS\]", usage.stdout, re.MULTILINE)
+    assert "CHECKPOINT_PATH" in usage.stdout
+    assert "SBATCH" not in usage.stdout
 
 
-@pytest.mark.parametrize("option", ["--help", "-h"])
-@pytest.mark.parametrize("script", [name for name in SCRIPT_NAMES if "arguments" not in name])
-def test_a_script_prints_its_usage_without_any_variable(
-    tmp_path: Path, script: str, option: str
+@pytest.mark.parametrize(
+    ("script", "missing", "message"),
+    [
+        ("multi_node.sh", {"MEGATRON_LM": ""}, "MEGATRON_LM: set MEGATRON_LM to "),
+        ("multi_node.sh", {"CHECKPOINT_PATH": ""}, "CHECKPOINT_PATH: set CHECKPOINT_PATH to "),
+        ("multi_node.sh", {"MASTER_ADDR": ""}, "MASTER_ADDR: set MASTER_ADDR to "),
+        ("single_node.sh", {"MEGATRON_LM": "/no"}, "/no/pretrain_gpt.py: no such file"),
+        ("slurm.sbatch", dict.fromkeys(SLURM, ""), "submit this file with sbatch"),
+    ],
+)
+def test_a_script_names_what_is_missing(
+    recording: dict[str, str], script: str, missing: dict[str, str], message: str
 ) -> None:
-    path = SCRIPTS / script
-    done = subprocess.run(
-        ["bash", str(path), option],
-        env={"PATH": os.environ["PATH"]},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert 5 <= len(lines) <= 15
-    assert any(re.match(rf"  .*{re.escape(script)} \[ARGS\]", line) for line in lines)
-    header = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
-    assert [line for line in lines if line] == header[: len([line for line in lines if line])]
-    assert "CHECKPOINT_PATH" in done.stdout
-    assert "SBATCH" not in done.stdout
-
-
-@pytest.mark.parametrize("missing", ["MEGATRON_LM", "CHECKPOINT_PATH", "MASTER_ADDR"])
-def test_a_script_names_a_missing_variable(recording: dict[str, str], missing: str) -> None:
-    done = ran("pretrain_gpt_multi_node.sh", {**recording, missing: ""})
+    done = ran(f"pretrain_gpt_{script}", {**recording, **missing})
     assert done.returncode != 0
-    assert re.search(rf"{missing}: set {missing} to ", done.stderr)
+    assert message in done.stderr
     assert done.stdout == ""
-
-
-def test_a_checkout_that_is_not_there_is_named_before_torchrun_starts(
-    recording: dict[str, str],
-) -> None:
-    done = ran("pretrain_gpt_single_node.sh", {**recording, "MEGATRON_LM": "/elsewhere"})
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "/elsewhere/pretrain_gpt.py: no such file" in done.stderr
-    assert "set MEGATRON_LM" in done.stderr
-
-
-def test_the_slurm_script_says_that_it_needs_sbatch(recording: dict[str, str]) -> None:
-    outside = {name: value for name, value in recording.items() if not name.startswith("SLURM")}
-    done = ran("pretrain_gpt_slurm.sbatch", outside)
-    assert (done.returncode != 0, done.stdout) == (True, "")
-    assert "submit this file with sbatch" in done.stderr
 
 
 def test_real_data_selects_the_tokenizer_of_gpt2(recording: dict[str, str]) -> None:
     files = {"DATA_PATH": "/data/text", "VOCAB_FILE": "/v.json", "MERGE_FILE": "/m.txt"}
     lines = ran("pretrain_gpt_single_node.sh", {**recording, **files}).stdout.splitlines()
     assert "--mock-data" not in lines
-    for flag, value in zip(
-        ("--data-path", "--vocab-file", "--merge-file"), files.values(), strict=True
-    ):
-        assert lines[lines.index(flag) + 1] == value
+    flags = ("--data-path", "--vocab-file", "--merge-file")
+    assert [lines[lines.index(flag) + 1] for flag in flags] == [*files.values()]
 
 
-@pytest.mark.parametrize("script", ALL_SCRIPTS, ids=lambda path: path.name)
-def test_bash_and_shellcheck_find_nothing_wrong(script: Path) -> None:
-    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+def test_shellcheck_finds_nothing_wrong() -> None:
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     if not (shellcheck := shutil.which("shellcheck", path=search_path)):
-        pytest.skip("bash reports no error, and shellcheck is not installed")
-    done = subprocess.run(
-        [shellcheck, "-x", str(script)], capture_output=True, text=True, check=False
-    )
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([shellcheck, "-x", *ALL_SCRIPTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -9,18 +9,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from tests.integration.test_resume import DISTRIBUTED
 from tests.support.megatron_jobs import (
     Result,
-    differing,
     run_job,
     succeeded,
-    tensors,
-    truncated_copy,
 )
-from tests.support.stored import await_tracker
 
 MODEL = ["--num-layers", "2", "--bf16", *DISTRIBUTED]
 PATIENT = {"FLASHCKPT_AGENT__GRACE_S": "120"}
@@ -39,10 +33,9 @@ class Jobs:
     interval: int = 100
     """Iterations between saves to storage."""
     nodes: int = 1
-    save: str = "S"
 
     def run(self, name: str, ranks: int, interval: int, env: dict[str, str]) -> Result:
-        save = str(self.where / self.save)
+        save = str(self.where / "S")
         arguments = ["--train-iters", "7", "--save", save, "--load", save]
         intervals = ["--save-interval", str(interval), "--non-persistent-save-interval", "5"]
         return run_job(
@@ -58,21 +51,6 @@ class Jobs:
         """Run a job that dies in iteration 6; its last save, of iteration 5, is in memory."""
         crashed = self.run("crash", ranks, self.interval, env or {"KILL": "1:6"})
         assert crashed.returncode != 0
-
-
-def test_a_job_with_more_ranks_resumes_from_the_memory_of_fewer(tmp_path: Path) -> None:
-    jobs = Jobs(tmp_path, interval=5)
-    jobs.crash(2)
-    await_tracker(tmp_path / "S", 5)
-    truncated_copy(tmp_path / "S", tmp_path / "C", 5)
-    resumed = succeeded(jobs.run("memory", 4, 7, {}))
-    assert "iteration 5 was restored from memory" in resumed.log
-    copy = dataclasses.replace(jobs, save="C")
-    stored = succeeded(copy.run("storage", 4, 7, {}))
-    assert "iteration 5 was restored from storage" in stored.log
-    assert sorted(resumed.losses()) == [6, 7]
-    assert resumed.losses() == stored.losses()
-    assert differing(tensors(tmp_path / "S", 7), tensors(tmp_path / "C", 7)) == []
 
 
 def test_new_ranks_of_new_nodes_receive_from_copies(tmp_path: Path) -> None:
@@ -96,13 +74,10 @@ def test_a_job_does_not_start_from_scratch_beside_memory_it_cannot_reach(tmp_pat
     assert "iteration 5 was restored from memory" in resumed.log
 
 
-@pytest.mark.parametrize("interval", [3, 100])
-def test_a_rank_that_died_while_it_copied_is_named(tmp_path: Path, interval: int) -> None:
-    jobs = Jobs(tmp_path, interval)
-    fault = "rank1:stage.copied:1" if interval == 100 else "rank1:stage.copied:2"
-    jobs.crash(2, {"FLASHCKPT_FAULT": fault})
+def test_a_rank_that_died_while_it_copied_is_named(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path, interval=3)
+    jobs.crash(2, {"FLASHCKPT_FAULT": "rank1:stage.copied:2"})
     resumed = succeeded(jobs.run("again", 2, 100, {}))
-    at = "starts from scratch" if interval == 100 else "resumes from iteration 3"
     assert "iteration 5 in host memory, saved by 2 ranks, is incomplete" in resumed.log
     assert "ranks 1 do not have their parts" in resumed.log
-    assert f"training {at}" in resumed.log
+    assert "training resumes from iteration 3" in resumed.log

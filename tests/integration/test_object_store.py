@@ -12,7 +12,7 @@ from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.storage.object_store import ObjectStore
 from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
-from tests.support.trainer import agents_under, eventually
+from tests.support.trainer import eventually
 
 LAYOUT = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 
@@ -54,30 +54,3 @@ def another_name(url: str, config: Path) -> str:
     provider = {"storage_provider": {"type": "s3", "options": options}}
     config.write_text(json.dumps({"profiles": {"mine": provider}}))
     return f"msc://mine/{job}"
-
-
-def test_wrong_credentials_are_named_before_the_first_step(tmp_path: Path, s3_url: str) -> None:
-    schedule = [*"--train-iters 1 --save-interval 1 --save".split(), s3_url, "--load", s3_url]
-    wrong = {"AWS_SECRET_ACCESS_KEY": "wrong"}
-    refused = run_job(tmp_path, "a", [*LAYOUT, *schedule], ranks=1, env=wrong)
-    assert refused.returncode != 0
-    assert refused.losses() == {}
-    assert f"StorageError: [Errno 13] {s3_url}/" in refused.log
-    remedy = "check the credentials of this process (for S3: AWS_ACCESS_KEY_ID and"
-    assert refused.log.count(remedy) == 1
-    assert agents_under(tmp_path) == [], "no agent keeps them"
-
-
-def test_a_checkpoint_of_stock_in_a_bucket_is_no_start_from_scratch(
-    tmp_path: Path, s3_url: str
-) -> None:
-    store = ObjectStore(s3_url)
-    store.put("iter_0000005/metadata.json", b'{"sharded_backend": "torch_dist"}')
-    store.put("latest_checkpointed_iteration.txt", b"5")
-    schedule = [*"--train-iters 1 --save-interval 1 --save".split(), str(tmp_path / "save")]
-    refused = run_job(tmp_path, "a", [*LAYOUT, *schedule, "--load", s3_url], ranks=1)
-    assert refused.returncode != 0
-    assert refused.losses() == {}
-    assert (
-        f"UnsupportedError: {s3_url}: iteration 5 is in a format of another program" in refused.log
-    )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.catalog import history
 from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.histories import saves_in
@@ -33,15 +30,7 @@ def job(where: Path) -> Result:
         *("--train-iters", "5", "--save-interval", "2", "--save", str(where / "save")),
         *("--non-persistent-save-interval", "3"),
     ]
-    export = shlex.join([sys.executable, "-m", "megatron_flashckpt.cli", "convert"])
-    env = {
-        "SCALARS": "1",
-        "FLASHCKPT_TRACE__DIRECTORY": "traces",
-        "FLASHCKPT_AGENT__ON_DURABLE": f"""
-            [ $DURABLE_ITERATION = 4 ] || exit 0
-            {export} "$DURABLE_ROOT" {where}/weights --iteration 4 --to safetensors
-        """,
-    }
+    env = {"SCALARS": "1", "FLASHCKPT_TRACE__DIRECTORY": "traces"}
     done = succeeded(run_job(where, "observed", arguments, ranks=2, env=env))
     await_no_agent(where)  # the agent completes its trace before it ends
     return done
@@ -67,18 +56,6 @@ def test_tensorboard_has_the_timings_of_saves_at_their_iterations(job: Result, w
     assert {name for step, name in scalars if step == 3} == {"checkpoint/memory/blocked_ms"}
 
 
-def test_weights_are_exported_while_the_job_goes_on(job: Result, where: Path) -> None:
-    """By a command after a commit; the agent of an ended job waits for it."""
-    index = json.loads((where / "weights/model.safetensors.index.json").read_text())
-    assert "embedding.word_embeddings.weight" in index["weight_map"]
-    assert not list((where / "save").rglob("*.due"))
-
-
-def test_the_save_after_training_uses_the_memory_of_earlier_saves(job: Result) -> None:
-    """The node may lack the memory for a second slab while the agent still holds the first one."""
-    assert sorted(event["rank"] for event in job.named("slab")) == [0, 1]
-
-
 def test_weights_and_biases_gets_timings_at_increasing_steps(job: Result) -> None:
     events = [event for event in job.named("wandb") if event["name"].startswith("checkpoint/")]
     names = {event["name"] for event in events}
@@ -87,29 +64,16 @@ def test_weights_and_biases_gets_timings_at_increasing_steps(job: Result) -> Non
     assert steps == sorted(steps)
 
 
-def saves_of(where: Path) -> list[history.PastSave]:
-    return saves_in(where / "save")
-
-
-def test_a_trace_has_all_phases_of_both_ranks_in_order(job: Result, where: Path) -> None:
-    traces = sorted((where / "save/traces").glob("*.json"))
-    assert [path.name.partition("-")[0][-1] for path in traces] == ["2", "3", "4", "5"]
-    events = json.loads(traces[2].read_text())["traceEvents"]
-    for rank in (0, 1):
-        spans = {
-            event["name"]: event for event in events if event["pid"] == rank and event["ph"] != "M"
-        }
-        order = ["save", "enumerate", "plan", "acquire slot", "early copies", "late copies"]
-        order += ["digest", "write", "fdatasync"]
-        assert set(order) | {"persist"} <= spans.keys()
-        starts = [spans[name]["ts"] for name in order]
-        assert starts == sorted(starts)
-    assert job.returncode == 0
-
-
 def test_blocked_covers_the_training_loops_whole_wait_for_a_save(job: Result, where: Path) -> None:
     """Megatron's timers synchronize GPU and ranks before and after `save_checkpoint`."""
-    blocked_s = {save.iteration: save.cost.blocked_s for save in saves_of(where)}
+    saves = saves_in(where / "save")
+    assert [(past.iteration, past.error, past.world_size) for past in saves] == [
+        (iteration, None, 2) for iteration in (2, 4, 5)
+    ]
+    for save in saves:
+        assert 0 < save.cost.staged_s < save.cost.persisted_s
+        assert save.cost.staged_s < save.cost.durable_s
+    blocked_s = {save.iteration: save.cost.blocked_s for save in saves}
     for path in sorted((where / "save/traces").glob("*.json")):
         iteration = int(path.name.partition("-")[0][-1])
         if iteration == 5:  # Megatron makes the last save after its loop has ended
@@ -124,18 +88,5 @@ def test_blocked_covers_the_training_loops_whole_wait_for_a_save(job: Result, wh
             assert loop["ts"] + loop["dur"] >= save["ts"] + save["dur"]
             if iteration in blocked_s:
                 assert blocked_s[iteration] >= loop["dur"] / 1e6 - 1e-6
-    assert job.returncode == 0
-
-
-def test_the_history_lists_every_save_to_storage(job: Result, where: Path) -> None:
-    saves = saves_of(where)
-    assert [(past.iteration, past.error, past.world_size) for past in saves] == [
-        (2, None, 2),
-        (4, None, 2),
-        (5, None, 2),
-    ]
-    for save in saves:
-        assert save.cost is not None
-        assert 0 < save.cost.staged_s < save.cost.persisted_s
-        assert save.cost.staged_s < save.cost.durable_s
-    assert job.returncode == 0
+    # The node may lack the memory for a second slab: the save after training uses the first one.
+    assert sorted(event["rank"] for event in job.named("slab")) == [0, 1]

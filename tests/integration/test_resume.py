@@ -3,7 +3,7 @@
 Each layout has three real jobs with dropout. A trains 6 iterations and saves at 3 and 6. In B one
 rank is killed (SIGKILL) in iteration 5, and all ranks restart: B must resume from the memory of
 iteration 3. C starts from A's directory as it was at iteration 3 and must resume from storage.
-`test_two_nodes.py` has a restart by torchrun itself.
+`test_launch_scripts.py` has a restart by torchrun itself.
 """
 
 from __future__ import annotations
@@ -34,18 +34,10 @@ LAYOUTS = {
         *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
     ],
     "dp4-fp32-two-writers": ["--num-layers", "2"],
-    "pp2dp2-tied": [
-        *("--num-layers", "4", "--bf16", "--pipeline-model-parallel-size", "2", *DISTRIBUTED),
-    ],
     "pp4-vpp2-untied": [
         *("--num-layers", "8", "--bf16", "--pipeline-model-parallel-size", "4", *DISTRIBUTED),
         *("--num-layers-per-virtual-pipeline-stage", "1", "--no-overlap-p2p-communication"),
         "--untie-embeddings-and-output-weights",
-    ],
-    "moe-ep2-plain-optimizer": [
-        *("--num-layers", "2", "--bf16", "--expert-model-parallel-size", "2"),
-        *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
-        *("--moe-token-dispatcher-type", "alltoall"),
     ],
     "moe-tp2-ep2": [
         *("--num-layers", "2", "--bf16", "--tensor-model-parallel-size", "2", *DISTRIBUTED),

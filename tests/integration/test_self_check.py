@@ -21,16 +21,12 @@ RANKS = 2
 CASES: dict[str, list[str] | None] = {
     "as it is": None,
     "chained_optimizers": ["ChainedOptimizer has no 'chained_optimizers'"],
-    "shard_fp32_from_float16_groups": [
-        "DistributedOptimizer has no 'shard_fp32_from_float16_groups'"
-    ],
     "range map": ["DistributedOptimizer has no '_get_model_param_range_map' or 'get_model_"],
     "get_rerun_state_machine": ["checkpointing has no 'get_rerun_state_machine', though there is"],
     "maybe_save_dataloader_state": [
         "checkpointing has no 'maybe_save_dataloader_state', though there is 'ft_integration'"
     ],
     "expert ranks": ["parallel_state has no 'get_expert_model_parallel_rank'"],
-    "flops": ["save_checkpoint .* has no parameter 'num_floating_point_operations_so_far'"],
     "train_data_iterator": ["save_checkpoint .* has no parameter 'train_data_iterator'"],
     "no_load_rng": ["args have no 'no_load_rng'"],
     "master left out": [
@@ -90,7 +86,6 @@ def test_every_rank_names_a_difference_and_accepts_everything_else(ran: Result, 
 def test_a_newer_megatrons_arguments_are_refused_except_at_their_defaults(
     ran: Result,
 ) -> None:
-    assert errors(ran, "arguments at their defaults") == [None] * RANKS
     assert errors(ran, "own group") == [None] * RANKS
     for error in errors(ran, "unknown arguments"):
         assert error is not None
@@ -118,9 +113,9 @@ def test_unknown_state_is_refused_right_after_the_step_that_creates_it(
 def test_rank_0_logs_schedule_sizes_and_self_check_at_the_start(ran: Result) -> None:
     lines = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
-    # The five lines: enough memory, large files, a start after a save, first steps of two jobs.
+    # The three lines: a start after a save, first steps of two jobs.
     assert errors(ran, "start after a save") == [None] * RANKS
-    assert sum("self-check of" in line for line in lines) == len(accepted) + 5
+    assert sum("self-check of" in line for line in lines) == len(accepted) + 3
     checked = next(n for n, line in enumerate(lines) if "self-check of" in line)
     start = "\n".join(lines[: checked + 1])
     for pattern in (
@@ -142,20 +137,6 @@ def test_a_node_without_memory_for_all_slabs_stops_the_job_at_start(
         assert error[0] == "StorageError"
         need = f"{platform.node()}: 2 ranks (0 to 1) need 20.0 MiB; the machine has 15.0 MiB left"
         assert need in error[1]
-    assert errors(ran, "memory for all") == [None] * RANKS
-    line = "at most 10.0 MiB per rank; 20.0 MiB on this node (2 ranks) of 20.0 MiB available"
-    assert ran.log.count(line) == 1
-
-
-def test_a_file_size_limit_below_a_slab_stops_all_ranks_at_start(
-    ran: Result,
-) -> None:
-    for error in errors(ran, "small files"):
-        assert error is not None
-        assert error[0] == "StorageError"
-        need = f"{platform.node()}: rank 1 needs 10.0 MiB in one piece; its file size limit (ulimit"
-        assert f"{need} -f) leaves 9.0 MiB\nraise that limit where the job is started" in error[1]
-    assert errors(ran, "large files") == [None] * RANKS
 
 
 def test_the_tally_of_all_ranks_shows_missing_elements() -> None:

@@ -36,16 +36,12 @@ def crashed(tmp_path: Path) -> Path:
 
 def test_a_job_started_again_by_hand_resumes_from_memory(crashed: Path) -> None:
     result = succeeded(train(crashed, "again"))
-    message = re.search(
-        r"iteration 4 was restored from memory: rank 0 copied ([\d.]+) MiB from its node's "
-        r"memory and received 0\.0 MiB from other ranks in [\d.]+ s \((\d+) MiB/s\)",
-        result.log,
-    )
+    figures = r"rank 0 copied ([\d.]+) MiB from its node's memory and received 0\.0 MiB from other"
+    message = re.search(rf"iteration 4 was restored from memory: {figures}", result.log)
     assert message
     shards = (crashed / "save").glob("iter_0000004/*.safetensors")
     stored = sum(shard.stat().st_size for shard in shards) / 2**20
     assert 0.9 * stored < float(message[1]) <= stored
-    assert int(message[2]) > 0
     assert min(result.losses()) == 5
 
 
@@ -59,14 +55,6 @@ def test_a_crash_in_the_save_after_the_loop_resumes_from_memory(tmp_path: Path) 
     result = succeeded(train(tmp_path, "again", iterations=5))
     assert "iteration 4 was restored from memory" in result.log
     assert tracked(tmp_path / "save") == "5"
-
-
-def test_a_fresh_start_drops_the_newer_checkpoint_in_memory(crashed: Path) -> None:
-    remove_tree(crashed / "save")
-    assert train(crashed, "fresh", {"KILL": "0:4"}).returncode != 0
-    await_tracker(crashed / "save", 2)
-    result = succeeded(train(crashed, "again"))
-    assert "iteration 2 was restored from memory" in result.log
 
 
 def test_a_replaced_checkpoint_is_loaded_instead_of_memory(crashed: Path) -> None:
@@ -86,25 +74,12 @@ def test_a_replaced_checkpoint_is_loaded_instead_of_memory(crashed: Path) -> Non
     assert min(result.losses()) == 5
 
 
-def test_a_tracker_that_was_set_back_is_followed(crashed: Path) -> None:
-    """Memory still holds the older save."""
-    (crashed / "save" / TRACKER).write_text("2")
-    result = succeeded(train(crashed, "again"))
-    assert "iteration 2 was restored from memory" in result.log
-    assert min(result.losses()) == 3
-
-
-@pytest.mark.parametrize("is_there", [True, False], ids=["a copy", "an empty directory"])
-def test_memory_of_the_save_directory_is_named_if_another_one_is_loaded(
-    crashed: Path, is_there: bool
-) -> None:
-    """Also if the other one has no checkpoint of this package, so that nothing of it is loaded."""
-    if is_there:
-        copy_tree(crashed / "save", crashed / "other")
+def test_memory_of_the_save_directory_is_named_if_another_one_is_loaded(crashed: Path) -> None:
+    copy_tree(crashed / "save", crashed / "other")
     flags = ["--save", str(crashed / "save"), "--load", str(crashed / "other")]
     job = [*MODEL, "--train-iters", "6", "--save-interval", "2", *flags]
     result = succeeded(run_job(crashed, "again", job, ranks=1))
-    assert ("iteration 4 was restored from storage" in result.log) == is_there
+    assert "iteration 4 was restored from storage" in result.log
     assert f"iteration 4 of {crashed / 'save'} in host memory is not used" in result.log
 
 

@@ -8,12 +8,9 @@ and optionally
 
     "copy"        [[FROM, TO, ITERATION], ...]: before the cell, copy a save directory as it was
                   when ITERATION was the newest
-    "signal"      [NAME, ITERATION]: the process sends itself that signal in that iteration
-    "started_ago" seconds by which the start of training is moved back
     "spoil"       iteration in which the loss is NaN
     "stand_in"    one of `stand_ins.py`
     "attributes"  arguments that are set after Megatron has checked all arguments
-    "drop"        names of arguments, each with one value, that the job does without
     "hold_copies" number of steps for which the late copies of the first save are held, if no
                   optimizer's step waits for them
 
@@ -29,10 +26,8 @@ import contextlib
 import functools
 import gc
 import io
-import json
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
@@ -67,6 +62,7 @@ from megatron_flashckpt.save.stager import Stager
 from scripts import pretrain_gpt_tiny as tiny
 from tests.support import cheap_stock
 from tests.support.jobs import token_prediction
+from tests.support.jobs.traces import trace
 from tests.support.megatron_jobs import truncated_copy
 
 RANK = int(os.environ["RANK"])
@@ -82,11 +78,6 @@ HOOKS = (
     (wandb_utils, "on_save_checkpoint_success"),
     (wandb_utils, "on_load_checkpoint_success"),
 )
-
-
-def trace(**event: Any) -> None:
-    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
-        print(json.dumps(event), file=file)
 
 
 def use(entry_point: str) -> None:
@@ -187,9 +178,6 @@ class Recorder:
             fatal=True,
         )
         self.losses.append((iteration, float(loss).hex()))
-        if self.cell.get("signal", [None, None])[1] == iteration:
-            name, _ = self.cell.pop("signal")
-            os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
         return loss, report
 
     def model_provider(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,12 +235,6 @@ class Recorder:
         return lambda *args, **kwargs: None
 
 
-def without(arguments: list[str], names: list[str]) -> list[str]:
-    """Return `arguments` without those of these names and their values."""
-    former = (None, *arguments)
-    return [a for a, before in zip(arguments, former, strict=False) if not {a, before} & {*names}]
-
-
 def load_by_either_name(load: Any, *args: Any, **kwargs: Any) -> Any:
     return load(*([kwargs.pop("model")] if "model" in kwargs else []), *args, **kwargs)
 
@@ -263,14 +245,13 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
             truncated_copy(Path(source), Path(destination), iteration)
     use(cell["entry_point"])
     recorder = Recorder(cell)
-    sys.argv = [*without(COMMAND_LINE, cell.get("drop", ())), *cell["arguments"]]
-    now = time.time() - cell.get("started_ago", 0)
+    sys.argv = [*COMMAND_LINE, *cell["arguments"]]
     load_checkpoint = training.load_checkpoint
     if cell["entry_point"] == "stock":
         # Megatron 0.17.1 upcycles by a parameter name that its own function does not have.
         training.load_checkpoint = functools.partial(load_by_either_name, load_checkpoint)
     training._STARTUP_TIMESTAMPS["program_start"] = None
-    training._TRAIN_START_TIME = training._LEGACY_TRAIN_START_TIME = now
+    training._TRAIN_START_TIME = training._LEGACY_TRAIN_START_TIME = time.time()
     ended: Any = "end"
     handler = logging.StreamHandler(recorder.logged)
     loggers = [logging.getLogger(name) for name in ("megatron_flashckpt", "megatron.core.timers")]

@@ -26,12 +26,10 @@ import held_tensors
 import msgspec
 import numpy as np
 import torch
-from megatron.core import dist_checkpointing, mpu
+from megatron.core import mpu
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.training import get_args
@@ -218,8 +216,8 @@ class Job:
         for name, buffer in self.model.named_buffers():
             value = buffer.detach().reshape(-1).clone()
             tensors[f"buffer {described(name)}"] = [0, value.numel(), value]
-        for parameter, start, end, states in stepped(self.optimizer):
-            for kind, value in states.items():
+        for parameter, start, end, owned, states in held_tensors.stepped(self.optimizer):
+            for kind, value in {"stepped": owned, **states}.items():
                 flat = value.detach().reshape(-1).clone()
                 tensors[f"{kind} {names[id(parameter)]}"] = [start, end, flat]
         return {
@@ -240,35 +238,6 @@ class Job:
         ]
 
 
-def stepped(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Tensor]]]:
-    """Yield `(parameter, start, end, tensors)`: the optimizer's tensors of each local parameter.
-
-    Megatron's own accessor of the distributed optimizer mixes parameters up if one group has
-    several types.
-    """
-    for sub in held_tensors.sub_optimizers(optimizer):
-        if isinstance(sub, DistributedOptimizer):
-            pairs = [
-                *zip(sub.model_float16_groups, sub.shard_fp32_from_float16_groups, strict=True),
-                *zip(sub.model_fp32_groups, sub.shard_fp32_groups, strict=True),
-            ]
-        elif isinstance(sub, FP32Optimizer):
-            pairs = [(group["params"],) * 2 for group in sub.optimizer.param_groups]
-        else:
-            pairs = [
-                *zip(sub.float16_groups, sub.fp32_from_float16_groups, strict=True),
-                *((group, group) for group in sub.fp32_from_fp32_groups),
-            ]
-        for parameter, owned in (pair for group in pairs for pair in zip(*group, strict=True)):
-            start, end = 0, parameter.numel()
-            if isinstance(sub, DistributedOptimizer):
-                extent = sub._get_model_param_range_map(parameter)["param"]
-                start, end = extent.start, extent.end
-            states = sub.optimizer.state[owned]
-            tensors = {kind: value for kind, value in states.items() if kind != "step"}
-            yield parameter, start, end, {"stepped": owned, **tensors}
-
-
 def differing(own: dict[str, Any], saved: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the name of all state that differs from the state of the ranks that saved."""
     stored: dict[str, list[list[Any]]] = {}
@@ -276,13 +245,12 @@ def differing(own: dict[str, Any], saved: list[dict[str, Any]]) -> Iterator[str]
         for name, held in of_rank["tensors"].items():
             stored.setdefault(name, []).append(held)
     for name, (start, end, value) in own["tensors"].items():
-        whole = torch.zeros(max((there for _, there, _ in stored.get(name, [])), default=0))
-        if not stored.get(name):
+        if name not in stored:
             if end > start:
                 yield f"{name}: was not there"
             continue
         dtype = stored[name][0][2].dtype
-        whole = torch.zeros(whole.shape, dtype=dtype)
+        whole = torch.zeros(max(there for _, there, _ in stored[name]), dtype=dtype)
         for low, high, part in stored[name]:
             whole[low:high] = part
         if value.dtype != dtype or not torch.equal(bits(value), bits(whole[start:end])):
@@ -332,23 +300,9 @@ def save(case: dict[str, Any]) -> None:
         case=case["name"],
         wrong=[outcome.error for outcome in outcomes if outcome.error],
     )
-    # Of several ranks only the first refuses, and the others wait for it.
-    if case.get("torch_dist") and torch.distributed.get_world_size() == 1:
-        trace(event="torch_dist", case=case["name"], wrong=saved_by_megatron(job, place))
     session.abandon()
     args.load = args.save
     trace(event="from memory", case=case["name"], wrong=load(case, LAYOUT, "memory"))
-
-
-def saved_by_megatron(job: Job, place: Path) -> list[str]:
-    """Save the model in Megatron's own `torch_dist` format; return the errors."""
-    directory = place / "torch_dist"
-    directory.mkdir(exist_ok=True)
-    try:
-        dist_checkpointing.save(job.model.sharded_state_dict(), str(directory))
-    except Exception as error:
-        return [repr(error)]
-    return []
 
 
 def load(case: dict[str, Any], saved_by: str, source: str) -> list[str]:

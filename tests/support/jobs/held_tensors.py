@@ -37,8 +37,10 @@ def described(model: list[Any], optimizer: Any) -> Iterator[list[Any]]:
         kind = "weight" if number in parameters else "buffer"
         flat = entry.data.detach().reshape(-1)
         yield from _parts(kind, entry, 0, flat.numel(), flat)
-    for parameter, start, end, states in optimizer_states(optimizer):
-        for kind, tensor in states.items():
+    for parameter, start, end, owned, states in stepped(optimizer):
+        # The optimizer steps a 32-bit weight itself.
+        stepped_kind = "weight" if parameter.dtype == torch.float32 else "master"
+        for kind, tensor in {stepped_kind: owned, **states}.items():
             flat = tensor.detach().reshape(-1)
             yield from _parts(kind, by_id[id(parameter)], start, end, flat)
 
@@ -86,36 +88,33 @@ def settings(model: list[Any], optimizer: Any) -> tuple[dict[str, list[Any]], li
     return by_key, of_empty
 
 
-def optimizer_states(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Tensor]]]:
-    """Yield `(parameter, start, end, tensors)` for each range that this rank's optimizer holds."""
+def stepped(optimizer: Any) -> Iterator[tuple[Any, int, int, Any, dict[str, torch.Tensor]]]:
+    """Yield `(parameter, start, end, owned, states)` for each range that this rank steps.
+
+    `owned` is the tensor that the optimizer steps. Megatron's own accessor of the distributed
+    optimizer mixes parameters up if one group has several types.
+    """
     for sub in sub_optimizers(optimizer):
         if isinstance(sub, DistributedOptimizer):
-            for parameter in sub.model_param_gbuf_map:
-                owned = sub._get_model_param_range_map(parameter)["param"]
-                states = sub._get_main_param_and_optimizer_states(parameter)
-                yield parameter, owned.start, owned.end, _named(parameter, states)
+            pairs = [
+                *zip(sub.model_float16_groups, sub.shard_fp32_from_float16_groups, strict=True),
+                *zip(sub.model_fp32_groups, sub.shard_fp32_groups, strict=True),
+            ]
         elif isinstance(sub, FP32Optimizer):
-            for group in sub.optimizer.param_groups:
-                for parameter in group["params"]:
-                    states = {"param": parameter, **sub.optimizer.state[parameter]}
-                    yield parameter, 0, parameter.numel(), _named(parameter, states)
+            pairs = [(group["params"],) * 2 for group in sub.optimizer.param_groups]
         else:
-            for models, masters in zip(
-                sub.float16_groups, sub.fp32_from_float16_groups, strict=True
-            ):
-                for parameter, master in zip(models, masters, strict=True):
-                    states = {"param": master, **sub.optimizer.state[master]}
-                    yield parameter, 0, parameter.numel(), _named(parameter, states)
-
-
-def _named(parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the states by kind; the optimizer steps a 32-bit weight itself."""
-    stepped = "weight" if parameter.dtype == torch.float32 else "master"
-    return {
-        stepped: states["param"],
-        "exp_avg": states["exp_avg"],
-        "exp_avg_sq": states["exp_avg_sq"],
-    }
+            pairs = [
+                *zip(sub.float16_groups, sub.fp32_from_float16_groups, strict=True),
+                *((group, group) for group in sub.fp32_from_fp32_groups),
+            ]
+        for parameter, owned in (pair for group in pairs for pair in zip(*group, strict=True)):
+            start, end = 0, parameter.numel()
+            if isinstance(sub, DistributedOptimizer):
+                extent = sub._get_model_param_range_map(parameter)["param"]
+                start, end = extent.start, extent.end
+            states = sub.optimizer.state[owned]
+            tensors = {kind: value for kind, value in states.items() if kind != "step"}
+            yield parameter, start, end, owned, tensors
 
 
 def _parts(
@@ -167,23 +166,3 @@ def scalers(optimizer: Any) -> list[Any]:
     all_scalers = [getattr(sub, "grad_scaler", None) for sub in sub_optimizers(optimizer)]
     states = [scaler.state_dict() for scaler in all_scalers if scaler is not None]
     return [{name: float(value) for name, value in sorted(state.items())} for state in states]
-
-
-def spoil(optimizer: Any, how: str) -> None:
-    """Corrupt the state in one of the ways in which a load can silently go wrong."""
-    if how == "steps forgotten":
-        for sub in sub_optimizers(optimizer):
-            for group in sub.optimizer.param_groups:
-                group["step"] = 0
-        return
-    for _, _, _, states in optimizer_states(optimizer):
-        first, second = states["exp_avg"], states["exp_avg_sq"]
-        if how == "moments swapped":
-            kept = first.clone()
-            first.copy_(second)
-            second.copy_(kept.abs())  # the optimizer takes the square root
-        elif how == "moments zeroed":
-            first.zero_()
-            second.zero_()
-        else:
-            raise ValueError(f"no such way to spoil: {how}")

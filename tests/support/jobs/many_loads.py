@@ -19,7 +19,6 @@ The result of each call on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
 from __future__ import annotations
 
 import copy
-import errno
 import functools
 import hashlib
 import json
@@ -33,12 +32,9 @@ import torch
 from megatron.training import checkpointing, get_args
 from megatron.training.training import setup_model_and_optimizer
 
-from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.async_utils import maybe_finalize_async_save
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.storage import retrying_store
@@ -46,20 +42,6 @@ from scripts import pretrain_gpt_tiny as tiny
 from tests.support.jobs.traces import trace
 
 RANK = int(os.environ["RANK"])
-
-
-create_slab = Slab.create
-
-
-def refuse_memory(*args: Any, **kwargs: Any) -> Slab:
-    raise StorageError(errno.ENOMEM, "cannot reserve 9 GiB of host memory; free memory")
-
-
-ring = AgentClient.staged
-
-
-def break_staged_message(*args: Any) -> None:
-    raise ValueError("an unexpected error")
 
 
 copy_late = Stager._copy_late
@@ -142,8 +124,6 @@ def main() -> None:
         settings |= case.get("config", {})
         settings |= case.get("config_on", {}).get(str(RANK), {})
         session.config = msgspec.convert(settings, Config)
-        Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
-        AgentClient.staged = break_staged_message if case.get("no_doorbell_on") == RANK else ring
         os.preadv = read_with(case.get("trouble"))
         hidden = args.load if case.get("no_tracker_on") == RANK else None
         checkpointing.checkpoint_exists = functools.partial(exists_unless, hidden)

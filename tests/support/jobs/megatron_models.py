@@ -129,7 +129,7 @@ def bert() -> BertModel:
     )
 
 
-def t5(position_embedding_type: str = "learned_absolute") -> T5Model:
+def t5() -> T5Model:
     config = TransformerConfig(**settings())
     return T5Model(
         *(config, config),
@@ -137,7 +137,6 @@ def t5(position_embedding_type: str = "learned_absolute") -> T5Model:
         get_t5_decoder_with_local_block_spec(2),
         *(WORDS, 16),
         share_embeddings_and_output_weights=True,
-        position_embedding_type=position_embedding_type,
     )
 
 
@@ -245,7 +244,6 @@ def llava() -> LLaVAModel:
 KINDS: dict[str, Callable[[], Any]] = {
     "bert": bert,
     "t5": t5,
-    "t5 relative": lambda: t5("relative"),
     "mla": mla,
     "experts": experts,
     "mamba": mamba,

@@ -71,7 +71,8 @@ def install(name: str) -> None:
         "MXFP8Tensor": BlockDouble,
         "_modify_underlying_storage_impl": move_bytes,
         "_quantize_param_shard_impl": quantize_shards,
-        "te_post_all_gather_processing": finish_gather,
+        # TransformerEngine would make transposes anew.
+        "te_post_all_gather_processing": lambda weights: None,
     }
     mock.patch.multiple(fp8_utils, create=True, **patches).start()
     packed = {"HAVE_TE_FP4_TENSOR_CLASS": True, "FP4_TENSOR_CLASS": PackedDouble}
@@ -121,11 +122,6 @@ def keep_scale(module: Any, double: QuantizedDouble) -> None:
     module.set_extra_state = lambda state: double.scale_inv.copy_(state["scale_inv"])
 
 
-def dequantizations() -> int:
-    """Return the number of dequantizations in this process."""
-    return QuantizedDouble.dequantizations
-
-
 def move_bytes(tensor: QuantizedDouble, raw: torch.Tensor) -> None:
     raw.detach().copy_(tensor.raw)
     tensor.raw = raw
@@ -140,14 +136,6 @@ def quantize_shards(
 ) -> None:
     for weight, master, start in zip(weights, masters, starts, strict=True):
         weight.quantize_shard(master, start, group)
-
-
-finished: list[QuantizedDouble] = []
-
-
-def finish_gather(weights: list[QuantizedDouble]) -> None:
-    """Record the weights whose transposes TransformerEngine would make anew."""
-    finished.extend(weights)
 
 
 def quantized(chunks: list[Any]) -> Iterator[tuple[str, QuantizedDouble]]:

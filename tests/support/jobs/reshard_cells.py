@@ -21,12 +21,11 @@ import pickle
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import cells
-import extra_states
 import held_tensors
 import msgspec
 import numpy as np
@@ -41,14 +40,12 @@ from megatron.core.rerun_state_machine import (
     get_rerun_state_machine,
 )
 from megatron.core.utils import get_model_config
-from megatron.training import checkpointing as stock
 from megatron.training import get_args, initialize
 from megatron.training.training import (
     destroy_global_state,
     setup_model_and_optimizer,
     train_step,
 )
-from stand_ins import group_marks
 
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
@@ -78,7 +75,6 @@ class Job:
         self.config.deallocate_pipeline_outputs = False
         for chunk in self.model:
             chunk.train()
-        extra_states.draw(self.model, seed)
 
     def trace(self, **event: Any) -> None:
         trace(event=self.name, **event)
@@ -90,7 +86,7 @@ class Job:
         args = get_args()
         for iteration in range(first, last + 1):
             iterators = [RerunDataIterator(batches(iteration)) for _ in self.model]
-            report, _, _, _, _, grad_norm, _, _ = train_step(
+            train_step(
                 tiny.forward_step,
                 iterators if len(iterators) > 1 else iterators[0],
                 self.model,
@@ -101,8 +97,6 @@ class Job:
                 iteration=iteration - 1,
             )
             args.consumed_train_samples += args.global_batch_size
-            loss = float(report["lm loss"]) if report else None
-            self.trace(step="train", iteration=iteration, loss=loss, grad_norm=float(grad_norm))
 
     def save(self, directory: str, iteration: int) -> None:
         args = get_args()
@@ -113,35 +107,15 @@ class Job:
         self.trace(step="save", iteration=iteration, errors=errors, **self.side())
 
     def load(self, directory: str, iteration: int, save: str) -> None:
-        self._load(load_checkpoint, directory, iteration, save)
-
-    def load_stock(self, directory: str, iteration: int, save: str) -> None:
-        """Load by Megatron's own function, from its own format."""
-        with group_marks():
-            self._load(stock.load_checkpoint, directory, iteration, save)
-
-    def _load(
-        self, load: Callable[..., tuple[int, Any]], directory: str, iteration: int, save: str
-    ) -> None:
         args = get_args()
         args.load, args.ckpt_step, args.save = directory, iteration, save
         before = self.side()
-        iteration, _ = load(self.model, self.optimizer, self.scheduler)
+        iteration, _ = load_checkpoint(self.model, self.optimizer, self.scheduler)
         self.trace(step="load", iteration=iteration, before=before, **self.side())
-
-    def save_stock(self, directory: str, iteration: int) -> None:
-        """Save by Megatron's own function, in its own format, which loads under any layout."""
-        args = get_args()
-        args.save = directory
-        stock.save_checkpoint(iteration, self.model, self.optimizer, self.scheduler, 0)
 
     def hold(self) -> None:
         """Trace the tensors of this rank, duplicates included, as Megatron describes them."""
         self.trace(step="hold", held=list(held_tensors.described(self.model, self.optimizer)))
-
-    def spoil(self, how: str) -> None:
-        """Corrupt the optimizer state in one way, as a faulty load would."""
-        held_tensors.spoil(self.optimizer, how)
 
     def interrupt(self) -> None:
         """Put the rerun state machine into the state before a step is run again elsewhere."""
@@ -160,7 +134,6 @@ class Job:
             "steps": held_tensors.steps(self.optimizer),
             "scalers": held_tensors.scalers(self.optimizer),
             "rng": rng_digests(),
-            "extra": extra_states.held(self.model),
             "rerun": get_rerun_state_machine().state.name,
             "place": [
                 mpu.get_tensor_model_parallel_rank(),
@@ -239,7 +212,6 @@ def run_cell(cell: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    extra_states.install()
     base, all_cells = cells.begin()
     entered = None
     for number, (cell, store) in enumerate(all_cells):

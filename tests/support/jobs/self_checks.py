@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import os
-import resource
 import sys
 import time
 import types
@@ -67,42 +66,13 @@ def first_parameter(job: Job) -> Any:
     return next(p for group in sub(job).model_float16_groups for p in group)
 
 
-def without_last(groups: list[list[Any]]) -> list[list[Any]]:
-    return [group[:-1] if group else [] for group in groups]
-
-
 @contextlib.contextmanager
-def master_left_out(job: Job) -> Iterator[None]:
-    """Remove a master from the optimizer's list, which its inner optimizer still steps."""
-    distributed = sub(job)
-    with (
-        changed(
-            distributed, "model_float16_groups", without_last(distributed.model_float16_groups)
-        ),
-        changed(
-            distributed,
-            "shard_fp32_from_float16_groups",
-            without_last(distributed.shard_fp32_from_float16_groups),
-        ),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def master_doubled(job: Job) -> Iterator[None]:
-    distributed = sub(job)
-    with (
-        changed(
-            distributed,
-            "model_float16_groups",
-            [g + g[:1] for g in distributed.model_float16_groups],
-        ),
-        changed(
-            distributed,
-            "shard_fp32_from_float16_groups",
-            [g + g[:1] for g in distributed.shard_fp32_from_float16_groups],
-        ),
-    ):
+def masters(job: Job, edit: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
+    """Edit the optimizer's lists of masters; its inner optimizer still steps all of them."""
+    with contextlib.ExitStack() as stack:
+        for name in ("model_float16_groups", "shard_fp32_from_float16_groups"):
+            groups = [edit(group) for group in getattr(sub(job), name)]
+            stack.enter_context(changed(sub(job), name, groups))
         yield
 
 
@@ -192,12 +162,6 @@ def odd_state(job: Job) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unsupported_flags(job: Job) -> Iterator[None]:
-    with changed(sub(job).ddp_config, "use_megatron_fsdp", True):
-        yield
-
-
-@contextlib.contextmanager
 def converted(job: Job) -> Iterator[None]:
     """Let ModelOpt say that it has converted the model, as after `mtq.quantize`."""
     model = job[0][0].module.module
@@ -210,30 +174,20 @@ def converted(job: Job) -> Iterator[None]:
 CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
     "as it is": lambda job: contextlib.nullcontext(),
     "chained_optimizers": lambda job: changed(job[1], "chained_optimizers"),
-    "shard_fp32_from_float16_groups": lambda job: changed(
-        sub(job), "shard_fp32_from_float16_groups"
-    ),
     "range map": lambda job: changed(type(sub(job)), "_get_model_param_range_map"),
     "get_rerun_state_machine": lambda job: changed(checkpointing, "get_rerun_state_machine"),
     "maybe_save_dataloader_state": lambda job: changed(
         checkpointing, "maybe_save_dataloader_state"
     ),
     "expert ranks": lambda job: changed(parallel_state, "get_expert_model_parallel_rank"),
-    "flops": lambda job: changed(
-        checkpointing,
-        "save_checkpoint",
-        new_signature(
-            checkpointing.save_checkpoint, "num_floating_point_operations_so_far", "flops"
-        ),
-    ),
     "train_data_iterator": lambda job: changed(
         checkpointing,
         "save_checkpoint",
         new_signature(checkpointing.save_checkpoint, "train_data_iterator", "iterator"),
     ),
     "no_load_rng": lambda job: changed(get_args(), "no_load_rng"),
-    "master left out": master_left_out,
-    "master doubled": master_doubled,
+    "master left out": lambda job: masters(job, lambda group: group[:-1]),
+    "master doubled": lambda job: masters(job, lambda group: group + group[:1]),
     "no buffer": buffer_lacks,
     "trainable, unknown": lambda job: added(job, frozen=False),
     "not in the state dict": not_in_state_dict,
@@ -242,7 +196,7 @@ CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
     "frozen": frozen_in_optimizer,
     "left to another rank": wrong_part,
     "odd state": odd_state,
-    "flags": unsupported_flags,
+    "flags": lambda job: changed(sub(job).ddp_config, "use_megatron_fsdp", True),
     "ModelOpt": converted,
 }
 
@@ -318,18 +272,6 @@ def with_memory_for(nbytes: int, job: Job) -> None:
         begin(*job)
 
 
-def with_small_files(nbytes: int, job: Job) -> None:
-    """Begin with slabs of 10 MiB on a last rank that may only write files of `nbytes`."""
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
-    try:
-        with changed(node_memory, "slab_nbytes", lambda *_: 10 * 2**20):
-            begin(*job)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-
-
 def main() -> None:
     tiny.initialize()
     args = get_args()
@@ -342,13 +284,12 @@ def main() -> None:
     for name, change in CASES.items():
         with change(job):
             caught(name, lambda: begin(*job))
-    for name, mib in {"memory for one": 15, "memory for all": 20}.items():
-        caught(name, functools.partial(with_memory_for, mib * 2**20, job))
-    for name, mib in {"small files": 9, "large files": 10}.items():
-        caught(name, functools.partial(with_small_files, mib * 2**20, job))
+    caught("memory for one", lambda: with_memory_for(15 * 2**20, job))
     calls: dict[str, dict[str, Any]] = {
-        "arguments at their defaults": {"pipeline_rank": None, "tp_group": None},
-        "own group": {"tp_group": parallel_state.get_tensor_model_parallel_group()},
+        "own group": {
+            "pipeline_rank": None,
+            "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        },
         "unknown arguments": {"pipeline_rank": 3, "dp_cp_group": "grid", "expert_rank": 0},
     }
     for name, keywords in calls.items():

@@ -58,6 +58,10 @@ def found(what: str, value: object) -> None:
     print(f"found {what}: {value}", flush=True)
 
 
+def saved(name: str) -> list[str]:
+    return sorted(path.name for path in (ROOT / name).glob("iter_*"))
+
+
 def resume(what: str, job: Job, checkpointer: Checkpointer, **how: Any) -> None:
     """Load; print what was loaded. The agent may still have the newest checkpoint in memory."""
     resumed = checkpointer.load(**how)
@@ -89,12 +93,12 @@ def main() -> None:
         opened[0].save(3, {"name": NAMES[0], "step": 3})
     waited = [(result.iteration, result.error) for result in opened[0].poll()]
     found("polled after a durable save", waited)
-    found("in storage at once", sorted(path.name for path in (ROOT / NAMES[0]).glob("iter_*")))
+    found("in storage at once", saved(NAMES[0]))
     opened[0].save(4, memory_only=True)
     for checkpointer in opened:
         checkpointer.close()
         checkpointer.close()
-    found("after close", sorted(path.name for path in (ROOT / NAMES[0]).glob("iter_*")))
+    found("after close", saved(NAMES[0]))
 
     job = Job(0.0)
     with job.checkpointer(NAMES[1]) as checkpointer:
@@ -112,7 +116,7 @@ def main() -> None:
             checkpointer.save(5, memory_only=True)
             sys.exit(0)  # as a loop does whose time is over
     except SystemExit:
-        found("after exit", sorted(path.name for path in (ROOT / "third").glob("iter_*")))
+        found("after exit", saved("third"))
     unclosed = job.checkpointer("fifth")
     unclosed.load()
     unclosed.save(7)

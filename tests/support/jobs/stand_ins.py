@@ -3,8 +3,8 @@
 `emerging` is NVIDIA's package of that name, with Muon and Lion (`tests/cpu_megatron/stubs`).
 `fused_adam` is TransformerEngine's optimizer as Megatron sees it under
 --use-precision-aware-optimizer. `devices` distinguishes parameters on "the GPU" from host copies,
-as --optimizer-cpu-offload requires; the optimizer on top is Megatron's own. `gpu_random` is a GPU's
-random generator, whose state CUDA graphs can replay. `saving_loader` is a data loader with a state.
+as --optimizer-cpu-offload requires; the optimizer on top is Megatron's own. `saving_loader` is a
+data loader with a state.
 `group_marks` stands for core 0.19, which has more marks of param groups.
 """
 
@@ -27,7 +27,6 @@ from megatron.training import training
 from packaging.version import Version
 
 from tests.cpu_megatron.stubs.emerging_optimizers import emerging_optimizers
-from tests.simulated_gpu.generators import gpu_random
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -244,5 +243,4 @@ STAND_INS = {
     "emerging": emerging,
     "fused_adam": fused_adam,
     "devices": devices,
-    "gpu_random": gpu_random,
 }

@@ -10,23 +10,17 @@ Environment:
     SIGNALS       `NAME:WHOM:ITERATION ...`: signals sent in the forward of that iteration, in the
                   first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
                   to the `job` (torchrun and all ranks)
-    HOLD          `iteration:glob:text`: in the forward of that iteration, wait until the files hold
-                  the text
-    DEAF          that rank hears of no request to save
     PACE          seconds that each forward takes longer
-    MEASURE       trace the resources of this process and of the agent, once per iteration
     SCALARS       replace the writers of TensorBoard and of Weights & Biases, and trace their calls
-    LEAK          `nbytes:iteration`: from that iteration on, leak so many bytes in each
+    LEAK          `nbytes:iteration`: trace the resources of this process once per iteration; from
+                  that iteration on, leak so many bytes in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load trace how they differ from their masters
     DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart
     MTP           give the model multi-token prediction (`--mtp-num-layers`)
     FREEZE        do not train parameters whose name has this text
-    PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
-                  the step after it is followed by a dry run
     REFERENCE     `iteration:step`: in the forward of that iteration, load a second model from the
                   checkpoint of iteration `step` (`reference_model.py`)
-    GPU           copy saved state from this rank's simulated GPU, and trace copies (`on_gpu.py`)
     GROUP_MARKS   make Megatron identify param groups as core 0.19 does (`stand_ins.group_marks`)
     EARLY_READS   trace each file of a save directory that this rank opens before torch.distributed
                   is initialised
@@ -41,6 +35,7 @@ the bytes of shards that each load read from storage; the plan counters at the e
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
@@ -60,7 +55,6 @@ import torch.distributed as dist
 from megatron.training import get_args
 
 from scripts import pretrain_gpt_tiny as tiny
-from tests.support.jobs import meter
 from tests.support.jobs.traces import trace
 from tests.support.processes import open_files, thread_count
 
@@ -171,7 +165,6 @@ def traced_loss(loss_func: Any) -> Any:
 def killing_step(forward_step: Any) -> Any:
     kills = dict(enumerate(os.environ.get("KILL", "").split()))
     rank, _, when = kills.get(ATTEMPT, "").partition(":")
-    held, _, held_by = os.environ.get("HOLD", "").partition(":")
     signals = [one.split(":") for one in os.environ.get("SIGNALS", "").split()]
     pace_s = float(os.environ.get("PACE", "0"))
 
@@ -179,8 +172,6 @@ def killing_step(forward_step: Any) -> Any:
         # A forward runs once per micro-batch, so the entry is removed from the list.
         while ATTEMPT == 0 and signals and iteration() == int(signals[0][2]):
             send(*signals.pop(0)[:2])
-        if held and iteration() == int(held):
-            await_text(f"{held_by}:1")
         if rank and int(rank) == RANK and iteration() == int(when):
             await_text(os.environ.get("KILL_ONCE", ""))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -201,43 +192,31 @@ def await_text(when: str) -> None:
 
 
 def measuring_step(forward_step: Any) -> Any:
-    nbytes, _, start = os.environ.get("LEAK", "").partition(":")
+    nbytes, _, start = os.environ["LEAK"].partition(":")
     leaked: list[bytes] = []
-    frozen = False
+    # The bytes that a process has from `malloc`, in all arenas: resident pages also grow with
+    # fragmentation. They include Python's own objects if `PYTHONMALLOC=malloc`.
+    fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    layout = {"_fields_": [(name, ctypes.c_size_t) for name in fields]}
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = type("mallinfo2", (ctypes.Structure,), layout)
 
     def wrapper(batches: Any, model: Any) -> Any:
-        from megatron_flashckpt.save.session import session
-
-        # Garbage must not look like growth; older objects need no inspection.
-        nonlocal frozen
-        if not frozen:
-            gc.freeze()
-            frozen = True
-        gc.collect()
-        await_commit()  # an agent holds more memory for a save that is not yet committed
-        for opened in session._open.values():
-            client = opened.checkpointer.link.current
-            if client is not None:
-                used = {"trainer": resources(os.getpid()), "agent": resources(client.agent_pid)}
-                used["trainer"]["nbytes"] = meter.allocated()
-                used["agent"]["nbytes"] = meter.of_agent()
-                trace(event="resources", iteration=iteration(), **used)
-        if nbytes and iteration() >= int(start):
+        if not gc.get_freeze_count():
+            gc.freeze()  # older objects need no inspection
+        gc.collect()  # garbage must not look like growth
+        await_commit()
+        used, files = mallinfo(), open_files(os.getpid())
+        trace(
+            event="resources",
+            iteration=iteration(),
+            nbytes=used.uordblks + used.hblkhd,
+            files=len(files),
+            memfds=sum("memfd:" in name for name in files),
+            threads=thread_count(os.getpid()),
+        )
+        if iteration() >= int(start):
             leaked.append(os.urandom(int(nbytes)))
-        return forward_step(batches, model)
-
-    return wrapper
-
-
-def preparing_step(forward_step: Any) -> Any:
-    def wrapper(batches: Any, model: Any) -> Any:
-        from megatron_flashckpt.save.session import session
-
-        deadline = time.monotonic() + 60
-        for opened in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
-            while opened.checkpointer.link.is_preparing:
-                assert time.monotonic() < deadline, "agent and memory are not ready"
-                time.sleep(0.01)
         return forward_step(batches, model)
 
     return wrapper
@@ -250,13 +229,6 @@ def await_commit() -> None:
     while iteration() > 1 and (not tracker.exists() or int(tracker.read_text()) < iteration() - 1):
         assert time.monotonic() < deadline, f"iteration {iteration() - 1} is not committed"
         time.sleep(0.002)
-
-
-def resources(pid: int) -> dict[str, int]:
-    """Return the resources of a process: descriptors, memfds and threads."""
-    files = open_files(pid)
-    memfds = sum("memfd:" in name for name in files)
-    return {"files": len(files), "memfds": memfds, "threads": thread_count(pid)}
 
 
 def send(name: str, whom: str) -> None:
@@ -314,7 +286,7 @@ def dequantizations() -> int:
         return 0
     from tests.support.jobs import quantized_weights
 
-    return quantized_weights.dequantizations()
+    return quantized_weights.QuantizedDouble.dequantizations
 
 
 def trace_quantized(event: str, chunks: list[Any], optimizer: Any, dequantized: int) -> None:
@@ -412,8 +384,6 @@ def report_counters() -> None:
             shared=origins["found"],
             misses=origins["computed"],
         )
-        if "GPU" in os.environ:
-            on_gpu.report(trace, opened.checkpointer.link.stager)
 
 
 if __name__ == "__main__":
@@ -424,10 +394,6 @@ if __name__ == "__main__":
         marks.__enter__()
     if "SCALARS" in os.environ:
         be_the_writers()
-    if "GPU" in os.environ:
-        from tests.support.jobs import on_gpu
-
-        on_gpu.install(trace, iteration)
     trace_slabs()
     if "EARLY_READS" in os.environ:
         trace_early_reads()
@@ -458,13 +424,6 @@ if __name__ == "__main__":
 
     training.maybe_finalize_async_save = finalize_and_count
     step = killing_step(tiny.forward_step)
-    if os.environ.get("DEAF") == str(RANK):
-        from megatron_flashckpt.save.node_link import NodeLink
-
-        hears = NodeLink.save_requested
-        NodeLink.save_requested = lambda *args: hears(*args) and False  # type: ignore[method-assign]
-    if "PREPARED" in os.environ:
-        step = preparing_step(step)
     if "REFERENCE" in os.environ:
         from tests.support.jobs import reference_model
 
@@ -472,5 +431,5 @@ if __name__ == "__main__":
     tiny.train(
         tiny.datasets_provider,
         freezing(tiny.model_provider) if "FREEZE" in os.environ else tiny.model_provider,
-        measuring_step(step) if os.environ.get("MEASURE") else step,
+        measuring_step(step) if "LEAK" in os.environ else step,
     )
