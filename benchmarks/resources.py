@@ -14,12 +14,23 @@ from typing import TypeVar
 
 import psutil
 
-from tests.support.processes import memory_nbytes
+from tests.support.processes import MIB, memory_nbytes
 
 T = TypeVar("T")
 #: Size of `O_DIRECT` writes.
 _WRITE_NBYTES = 16 << 20
 _PAGE = 4096
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor seconds that a process has used."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def own_mib(pid: int) -> float:
+    """Return the private memory of a process, MiB."""
+    return memory_nbytes(pid, "RssAnon") / MIB
 
 
 class ProcessTree:
@@ -46,8 +57,7 @@ class ProcessTree:
         used = own.user + own.system + own.children_user + own.children_system
         for process in self._others():
             with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                used += times.user + times.system
+                used += cpu_s(process.pid)
         return used
 
     def memory_nbytes(self) -> int:

@@ -8,7 +8,9 @@ not part of, and the speed relative to obstore alone in the same round.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import itertools
 import multiprocessing as mp
 import os
 import statistics
@@ -19,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.object_clients import WAYS, Way
-from benchmarks.studies.persist import cpu_s, own_mib
-from benchmarks.study import Result, Study, Table, turned
+from benchmarks.resources import cpu_s, own_mib
+from benchmarks.study import Result, Study, Table, in_turns
 from tests.support.object_server import BUCKET, reachable_s3_server
 
 _ALONE = "obstore alone"
@@ -78,31 +80,31 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     ways = [name for name, (_, package) in WAYS.items() if importlib.util.find_spec(package)]
     for name in WAYS.keys() - ways:
         yield f"{name}: left out, not installed (benchmarks/object_clients.txt)"
-    taken: dict[str, list[list[Figures]]] = {name: [] for name in ways}
     context = mp.get_context("spawn")
+    places = map(str, itertools.count())
+
+    def measure(name: str) -> list[Figures]:
+        results, place = context.Queue(), next(places)
+        arguments = (name, f"s3://{BUCKET}/{place}/save", options.mib, root / place, results)
+        process = context.Process(target=_measure, args=arguments)
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            raise SystemExit(f"{name}: failed, see above")
+        return results.get()
+
     with reachable_s3_server(root / "server"):
-        for number in range(options.rounds):
-            for turn, name in enumerate(turned(ways, number)):
-                results = context.Queue()
-                place = f"{number}.{turn}"
-                url = f"s3://{BUCKET}/{place}/save"
-                arguments = (name, url, options.mib, root / place, results)
-                process = context.Process(target=_measure, args=arguments)
-                process.start()
-                process.join()
-                if process.exitcode != 0:
-                    raise SystemExit(f"{name}: failed, see above")
-                taken[name].append(results.get())
+        works = {name: functools.partial(measure, name) for name in ways}
+        taken = in_turns(works, options.rounds)
     for index, what in enumerate(("save", "load")):
-        yield _table(
-            what, [(name, [pair[index] for pair in taken[name]]) for name in ways], options
-        )
+        of_kind = {name: [pair[index] for pair in rounds] for name, rounds in taken.items()}
+        yield _table(what, of_kind, options)
 
 
-def _table(what: str, taken: list[tuple[str, list[Figures]]], options: argparse.Namespace) -> Table:
-    alone = [figures.seconds for figures in dict(taken)[_ALONE]]
+def _table(what: str, taken: dict[str, list[Figures]], options: argparse.Namespace) -> Table:
+    alone = [figures.seconds for figures in taken[_ALONE]]
     rows = []
-    for name, rounds in taken:
+    for name, rounds in taken.items():
         shares = [one / figures.seconds for one, figures in zip(alone, rounds, strict=True)]
         rows.append(
             (

@@ -2,40 +2,33 @@
 
 The agent's code commits the records that a job of this size would write. It lists the directory,
 reads, merges and checks the records, creates the manifest, and moves the tracker. Then it deletes
-the records. Shards are empty files of the right size, because the commit does not open them. A
-waiting node asks for the end of the save as often as its agent does while the commit lasts.
+the records. Shards are empty files of the right size, because the commit does not open them.
 """
 
 from __future__ import annotations
 
 import argparse
-import builtins
-import math
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.resources import with_peak_mb
 from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World, decoded_sources, slot_meta
-from megatron_flashckpt.agent import commit_core as core
-from megatron_flashckpt.agent.commit_core import CommitCore
-from megatron_flashckpt.agent.proposals import look, propose_manifest
+from megatron_flashckpt.agent.proposals import propose_manifest
 from megatron_flashckpt.agent.track import moved_tracker
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_records
-from megatron_flashckpt.file_format.end import End
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix_store import PosixStore
-from megatron_flashckpt.storage.store import Entry, Store
 
 ITERATION = 1000
+_DIRECTORY = file_names.iteration_dir(ITERATION)
 #: Tensor and pipeline parallel sizes, which stay the same; the number of replicas grows.
 TP, PP = 8, 8
 #: Ranks of a node, which share a record file. 1: a record file for each rank.
@@ -49,7 +42,7 @@ def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
     Args:
         per_node: number of ranks whose records share a file.
     """
-    directory = root / file_names.iteration_dir(ITERATION)
+    directory = root / _DIRECTORY
     directory.mkdir(parents=True)
     first: SlotMeta | None = None
     cache = PlanCache()
@@ -84,113 +77,28 @@ def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
     return first
 
 
-class CountingStore(PosixStore):
-    """A store that counts requests by kind, and bytes read: on an object store they are money."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.requests: Counter[str] = Counter()
-        self.nbytes = 0
-
-    def get(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        self.requests["get"] += 1
-        data = super().get(name, offset, nbytes)
-        self.nbytes += len(data)
-        return data
-
-    def put(self, name: str, data: bytes) -> None:
-        self.requests["put"] += 1
-        super().put(name, data)
-
-    def create(self, name: str, data: bytes) -> None:
-        self.requests["create"] += 1
-        super().create(name, data)
-
-    def stat(self, name: str) -> Entry | None:
-        self.requests["stat"] += 1
-        return super().stat(name)
-
-    def list(self, directory: str, *, sizes: bool = True) -> builtins.list[Entry]:
-        self.requests["list"] += 1
-        return super().list(directory, sizes=sizes)
-
-    def delete(self, names: Iterable[str]) -> None:
-        names = builtins.list(names)
-        self.requests["delete"] += len(names)
-        super().delete(names)
-
-    @property
-    def counts(self) -> str:
-        """The numbers of requests, for a table."""
-        return " ".join(f"{kind} {count:,}" for kind, count in sorted(self.requests.items()))
-
-
-class Commit(NamedTuple):
-    """Duration of a commit, and its requests to storage."""
-
-    seconds: float
-    """Seconds from the last record to the committed checkpoint."""
-    peak_mb: float
-    """Peak growth of the committing agent's memory."""
-    tidy_s: float
-    """Seconds for the removal of the records."""
-    requests: str
-    """Requests of the committing node."""
-    waiting_requests: str
-    """Requests of a waiting node, from the last record until it has read the end."""
-    waiting_nbytes: int
-    """Bytes read by that node."""
-
-
-def wait(store: Store, world_size: int, per_node: int, seconds: float) -> None:
-    """Ask for the end of the committed save, as a node does that has waited for `seconds`."""
-    now = 0.0
-    machine = CommitCore(store.place, world_size, now, math.inf, store.pace)
-    for rank in range(world_size - per_node, world_size):
-        machine.note(now, core.Joined(rank, is_adopted=True))
-        machine.note(now, core.Durable(rank, is_recorded=True))
-    while now < seconds:
-        match machine.next(now):
-            case core.Wait(until):
-                now = until
-            case core.Look():
-                # As for a save that is not committed yet.
-                assert look(store, ITERATION, file_names.next_attempt(SAVE_ID)) is None
-                machine.note(now, core.Looked())
-            case action:
-                raise AssertionError(action)
-    ended = look(store, ITERATION, SAVE_ID)
-    assert ended is not None
-    assert ended.end is End.COMMITTED
-
-
-def committed(root: Path, meta: SlotMeta, per_node: int) -> Commit:
-    """Commit the records in `root`, while another node waits."""
-    store, distant = CountingStore(root), CountingStore(root)
-    directory = file_names.iteration_dir(ITERATION)
-
-    def commit() -> float:
-        started = time.perf_counter()
-        names = [entry.name for entry in store.list(directory, sizes=False)]
-        propose_manifest(store, ITERATION, SAVE_ID, meta, names)
-        moved_tracker(store, Save(ITERATION, SAVE_ID), None)
-        return time.perf_counter() - started
-
-    seconds, peak_mb = with_peak_mb(commit)
-    requests = store.counts
-    wait(distant, meta.world_size, per_node, seconds)
-    names = [entry.name for entry in store.list(directory, sizes=False)]
-    records = file_names.records_of(names, SAVE_ID, meta.world_size)
+def commit(store: PosixStore, meta: SlotMeta) -> float:
+    """Commit the records in a store; return the seconds from the last record to the tracker."""
     started = time.perf_counter()
-    store.delete(f"{directory}/{name}" for name in records)
-    tidy_s = time.perf_counter() - started
-    return Commit(seconds, peak_mb, tidy_s, requests, distant.counts, distant.nbytes)
+    names = [entry.name for entry in store.list(_DIRECTORY, sizes=False)]
+    propose_manifest(store, ITERATION, SAVE_ID, meta, names)
+    moved_tracker(store, Save(ITERATION, SAVE_ID), None)
+    return time.perf_counter() - started
+
+
+def remove_records(store: PosixStore, world_size: int) -> float:
+    """Remove the records of the committed save; return the seconds."""
+    names = [entry.name for entry in store.list(_DIRECTORY, sizes=False)]
+    records = file_names.records_of(names, SAVE_ID, world_size)
+    started = time.perf_counter()
+    store.delete(f"{_DIRECTORY}/{name}" for name in records)
+    return time.perf_counter() - started
 
 
 def read_and_plan_s(root: Path) -> tuple[float, int]:
     """Return the seconds from the manifest's file to a checked plan, and the manifest's bytes."""
     wanted = LOADING.wanted(tp=1, stage=3, dp=20)
-    path = root / file_names.iteration_dir(ITERATION) / file_names.end_name(SAVE_ID)
+    path = root / _DIRECTORY / file_names.end_name(SAVE_ID)
     started = time.perf_counter()
     encoded = path.read_bytes()
     read_plan(wanted, decoded_sources(encoded), "the checkpoint")
@@ -207,9 +115,6 @@ _COLUMNS = {
     "read and plan, s": ".2f",
     "peak memory of a rank, MB": ".0f",
     "tidy up, s": ".2f",
-    "requests of the committing node": "",
-    "requests of a waiting node": "",
-    "bytes read by it": ",",
 }
 
 
@@ -219,31 +124,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     """Yield the times and the manifest's size for 64 ranks, 256 ranks, and so on."""
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     ranks = TP * PP
     while ranks <= options.most:
         for per_node in _PER_NODE:
-            row, seconds = _measured(root / str(ranks), ranks, per_node)
-            rows.append(row)
+            rows.append(_measured(root / str(ranks), ranks, per_node))
             # The files of the largest jobs take minutes to write, so report each job at once.
-            yield f"{ranks:,} ranks, {per_node} per record file: committed in {seconds:.2f} s"
+            yield f"{ranks:,} ranks, {per_node} per record file: committed in {rows[-1][3]:.2f} s"
         ranks *= 4
     yield Table("commits by number of ranks, and one rank's plan of its reads", _COLUMNS, rows)
 
 
-def _measured(where: Path, ranks: int, per_node: int) -> tuple[tuple[Any, ...], float]:
-    """Return the row of a job of `ranks` ranks, and the seconds of its commit."""
+def _measured(where: Path, ranks: int, per_node: int) -> tuple[Any, ...]:
+    """Return the row of a job of `ranks` ranks."""
     meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)), per_node)
     records = [path.stat().st_size for path in where.rglob("*.record")]
-    commit = committed(where, meta, per_node)
+    store = PosixStore(where)
+    seconds, peak_mb = with_peak_mb(lambda: commit(store, meta))
+    tidy_s = remove_records(store, ranks)
     (planned_s, nbytes), planning_mb = with_peak_mb(lambda: read_and_plan_s(where))
     shutil.rmtree(where)
-    row = (
-        *(f"{ranks:,}", len(records), sum(records) / 1e6, commit.seconds, commit.peak_mb),
-        *(nbytes / 1e6, planned_s, planning_mb),
-        *(commit.tidy_s, commit.requests, commit.waiting_requests, commit.waiting_nbytes),
+    return (
+        *(f"{ranks:,}", len(records), sum(records) / 1e6, seconds, peak_mb),
+        *(nbytes / 1e6, planned_s, planning_mb, tidy_s),
     )
-    return row, commit.seconds
 
 
 STUDY = Study("scale", "the commit, and a plan of reads, by number of ranks", add_options, run)

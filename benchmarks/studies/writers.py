@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import statistics
 import threading
 import time
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import Result, Study, Table, turned
+from benchmarks.study import Result, Study, Table, in_turns
 from benchmarks.synthetic import slot_meta, write_shard
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.config import AgentConfig, ShareOut
@@ -200,13 +201,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
     """Yield the seconds of a save by storage, size and policy, as medians over the rounds."""
     state = bytearray(max(options.mib) * 2**20 + SIDE_NBYTES)
-    seconds: dict[tuple[str, int, ShareOut], list[float]] = {}
-    for round_number in range(options.rounds):
-        for kind in KINDS:
-            for mib in options.mib:
-                for policy in turned(POLICIES, round_number):
-                    took = seconds_of_save(kind, state, mib * 2**20 // 4, policy)
-                    seconds.setdefault((kind.name, mib, policy), []).append(took)
+    works = {
+        (kind.name, mib, policy): functools.partial(
+            seconds_of_save, kind, state, mib * 2**20 // 4, policy
+        )
+        for kind in KINDS
+        for mib in options.mib
+        for policy in POLICIES
+    }
+    seconds = in_turns(works, options.rounds)
     yield Table(
         f"{REPLICAS} replicas on {NODES} nodes of {NODE_MIB_PER_S} MiB/s; seconds until state that "
         f"all replicas hold is written, medians of {options.rounds} interleaved rounds",
