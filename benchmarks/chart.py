@@ -40,11 +40,11 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str = "") -> None:
             colours = [_OURS if "flashckpt" in label else _OTHERS for label in panel.labels]
             labels = [label.replace(", ", ",\n", 1) for label in panel.labels]
             positions = range(len(labels))
-            bars = axis.barh(positions, panel.values, color=colours)
-            axis.bar_label(bars, fmt="%.3g", padding=6, fontsize=8)
-            for position, value, ends in zip(positions, panel.values, panel.spread, strict=False):
-                spread = [[value - ends[0]], [ends[1] - value]]
-                axis.errorbar(value, position, xerr=spread, color="#333333", capsize=3)
+            pairs = list(zip(panel.values, panel.spread, strict=False))
+            below, above = ([abs(ends[at] - value) for value, ends in pairs] for at in (0, 1))
+            spread = [below, above] if pairs else None
+            bars = axis.barh(positions, panel.values, color=colours, xerr=spread, capsize=3)
+            axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
             axis.set_yticks(positions, labels, fontsize=8)
             axis.invert_yaxis()
             axis.set_title(panel.title, loc="left", fontsize=8, wrap=True)
@@ -52,7 +52,7 @@ def draw(rows: Sequence[Sequence[Panel]], path: Path, title: str = "") -> None:
             axis.spines[["top", "right"]].set_visible(False)
             if panel.limit is not None:
                 axis.axvline(panel.limit, color=_LIMIT, linewidth=1, linestyle="--")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -267,7 +267,7 @@ PUBLISHED = sorted((REPO / "benchmarks/results").glob("train*.json"))
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/understanding/benchmarks.md")
 #: Table in a document that `python -m benchmarks train --markdown FILE` printed.
 GENERATED = re.compile(
-    r"<!-- python -m benchmarks train --markdown(?: (\S+))?( --brief)? -->\n(.*?)\n<!-- end -->",
+    r"<!-- python -m benchmarks train --markdown(?: (\S+))? -->\n(.*?)\n<!-- end -->",
     re.DOTALL,
 )
 
@@ -279,11 +279,10 @@ def without_generated_tables(text: str) -> str:
 def test_generated_tables_are_those_of_the_published_files() -> None:
     whole = set()
     for document in DOCUMENTS:
-        for file, brief, table in GENERATED.findall((REPO / document).read_text()):
+        for file, table in GENERATED.findall((REPO / document).read_text()):
             path = REPO / (file or "benchmarks/results/train.json")
-            assert table == report.document(report.read_figures(path), brief=bool(brief)), document
-            if not brief:
-                whole.add((document, path))
+            assert table == report.document(report.read_figures(path)), document
+            whole.add((document, path))
             assert path.with_suffix(".png").exists()
     assert whole >= {("benchmarks/README.md", path) for path in PUBLISHED}
 

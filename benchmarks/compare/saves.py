@@ -84,12 +84,12 @@ def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
 
 def _raw_write(job: Job) -> None:
     """Record the seconds of a raw write of the state's bytes."""
-    path = job.args.root / f"raw_{job.rank}"
+    path = job.root / f"raw_{job.rank}"
     for name, direct in (("raw_direct_s", True), ("raw_buffered_s", False)):
         path.unlink(missing_ok=True)
         dist.barrier()
         took = write_raw(path, memoryview(job.scratch.numpy()), direct=direct)
-        job.results.setdefault("limits", {}).setdefault(name, []).append(slowest(took))
+        job.note_limit(name, slowest(took))
     path.unlink(missing_ok=True)
 
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.driver import Size, run_job
+from benchmarks.compare.driver import run_job
+from benchmarks.compare.job import Size
 from benchmarks.compare.report import LOADS, load_share, median
 from benchmarks.study import Result, Study, Table
 

@@ -57,14 +57,6 @@ CATALOGUE: dict[str, Entry] = {
         "dcp:DCP",
         {"kind": "thread", "threads": 2, "cached": True},
     ),
-    # The first save starts processes with a process group of their own. That takes many seconds,
-    # and on a busy machine it sometimes hangs, which would lose all other figures of the run.
-    "dcp-process": Entry(
-        "PyTorch DCP async, process, cached plans",
-        "dcp:DCP",
-        {"kind": "process", "threads": 2, "cached": True},
-        usual=False,
-    ),
     "torch_dist": Entry(
         "Megatron torch_dist async, fully parallel, cached",
         "torch_dist:TorchDist",

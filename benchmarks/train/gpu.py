@@ -8,8 +8,6 @@ in the first round only.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import shutil
 import time
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ from benchmarks.train.systems import (
     GPU_ONLY,
     HANGING,
     SYSTEMS,
-    System,
     available,
     chosen,
     environment_of_one_rank,
@@ -53,31 +50,6 @@ _SILENCE_S = 45.0
 _GRACE_S = 10.0
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only this study has."""
-    sizes = [name for name in GPU_SIZES if name != GPU_QUICK]
-    parser.add_argument(
-        "--gpu",
-        action="store_true",
-        help="one rank on one GPU; with --quick a tiny model, without a GPU on a CPU",
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=360.0,
-        metavar="S",
-        help="with --gpu: seconds for the whole study (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=sizes,
-        default=sizes,
-        metavar="MODEL",
-        help=f"with --gpu: {' or '.join(sizes)}, in the order of their runs (default: both)",
-    )
-
-
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     """Yield the figures of every model and system.
 
@@ -89,66 +61,40 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     if on_cpu and not quick:
         raise SystemExit("--gpu: torch sees no GPU; --gpu --quick runs a tiny model on a CPU")
     ends_at = time.monotonic() + options.budget
-    systems, left_out = available(chosen(_systems(quick=quick), options.systems))
-    with contextlib.ExitStack() as stack:
-        found, _ = stack.enter_context(forkserver(IMPORTED, environment_of_one_rank(on_cpu=on_cpu)))
+    # The double that hangs tests the study.
+    every = [*SYSTEMS, *GPU_ONLY, *([HANGING] if quick else [])]
+    runnable = [system for system in every if system.megatron == "installed"]
+    systems, left_out = available(chosen(runnable, options.systems))
+    with forkserver(IMPORTED, environment_of_one_rank(on_cpu=on_cpu)) as (found, _):
         if not found["forks"]:
             yield "every rank makes its own imports, because an import has started CUDA"
-        for name in [GPU_QUICK] if quick else options.models:
-            yield from _Model(name, options, root, systems, left_out, found["forks"], on_cpu).run(
-                ends_at
+        for name, size in GPU_SIZES.items():
+            if (name == GPU_QUICK) != quick:
+                continue
+            budget = Budget(ends_at - time.monotonic(), size.system_s)
+            if shutil.disk_usage(root).free < size.disk_nbytes:
+                yield f"{name}: left out, because it needs {size.disk_nbytes / 1e9:g} GB of disk"
+                continue
+            if not budget.has_time(name):
+                yield f"{name}: left out, because no time is left (--budget)"
+                continue
+            megatrons = {"installed": on_gpu(size, on_cpu=on_cpu)}
+            job_ends_at = budget.ends_at + _GRACE_S
+            session = Session(
+                size.schedule, root, size.timeout_s, silence_s=_SILENCE_S, ends_at=job_ends_at
+            )
+            yield from Series(systems, megatrons, size.schedule, budget).run(
+                session,
+                options.rounds or size.rounds,
+                size=name,
+                storage_mb_s=None,
+                distributed_optimizer=True,
+                ranks=1,
+                columns=COLUMNS,
+                forked=found["forks"],
+                left_out=left_out,
             )
     if not quick and options.systems is None:
         # Only a run of all systems replaces the published figures.
         options.json = options.json or RESULTS / "train-gpu.json"
         options.png = options.png or RESULTS / "train-gpu.png"
-
-
-def _systems(*, quick: bool) -> list[System]:
-    """Return the systems that run in the installed Megatron, in the order of the first round."""
-    systems = [system for system in (*SYSTEMS, *GPU_ONLY) if system.megatron == "installed"]
-    return [*systems, HANGING] if quick else systems
-
-
-@dataclasses.dataclass(frozen=True)
-class _Model:
-    """One model of the study."""
-
-    name: str
-    options: argparse.Namespace
-    root: Path
-    systems: list[System]
-    left_out: dict[str, str]
-    forks: bool
-    on_cpu: bool
-
-    def run(self, ends_at: float) -> Iterator[Result]:
-        """Yield the figures of all systems."""
-        size = GPU_SIZES[self.name]
-        rounds = self.options.rounds or size.rounds
-        budget = Budget(ends_at - time.monotonic(), size.system_s)
-        if shutil.disk_usage(self.root).free < size.disk_nbytes:
-            yield f"{self.name}: left out, because it needs {size.disk_nbytes / 1e9:g} GB of disk"
-            return
-        if not budget.has_time(self.name):
-            yield f"{self.name}: left out, because no time is left (--budget)"
-            return
-        megatron = on_gpu(size, on_cpu=self.on_cpu)
-        session = Session(
-            size.schedule,
-            self.root,
-            self.options.timeout_s or size.timeout_s,
-            silence_s=_SILENCE_S,
-            ends_at=budget.ends_at + _GRACE_S,
-        )
-        yield from Series(self.systems, {"installed": megatron}, size.schedule, budget).run(
-            session,
-            rounds,
-            size=self.name,
-            storage_mb_s=None,
-            distributed_optimizer=True,
-            ranks=1,
-            columns=COLUMNS,
-            forked=self.forks,
-            left_out=self.left_out,
-        )

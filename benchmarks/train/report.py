@@ -97,45 +97,16 @@ def rounds_of(figures: dict[str, Any]) -> str:
     return f"medians of {figures['rounds']} interleaved rounds (least to most)"
 
 
-#: Figures that a brief table shows.
-_BRIEF = (
-    "lost_per_save_s",
-    "first_save_step_s",
-    "durable_s",
-    "exit_s",
-    "storage_load_s",
-    "memory_load_s",
-)
-
-
-def document(runs: list[dict[str, Any]], *, brief: bool = False) -> str:
-    """Return the tables for a document, one for each model.
-
-    Args:
-        brief: the first model only, fewer columns, and no last lines of systems that failed.
-    """
-    if brief:
-        return "\n".join(_table({**runs[0], "columns": _BRIEF}))
+def document(runs: list[dict[str, Any]]) -> str:
+    """Return the tables for a document, one for each model."""
     return "\n\n".join(map(markdown, runs))
 
 
 def markdown(figures: dict[str, Any]) -> str:
     """Return the table for a document, with lines about the run and its failures below it."""
-    lines = _table(figures)
-    lines += [f"\n{name} was left out: {why}." for name, why in figures["left_out"].items()]
-    for system in figures["systems"].values():
-        first, *log = (system.get("failed") or "").splitlines() or [""]
-        if log:
-            tail = textwrap.dedent("\n".join(log))
-            lines += ["", f"{system['label']}, {first}:", "", "```text", tail, "```"]
-    return "\n".join(lines)
-
-
-def _table(figures: dict[str, Any]) -> list[str]:
-    """Return the lines of the table, with a line about the run below it."""
-    header = ["", *measured_labels(figures).values(), "rounds"]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in cells(figures)]
+    table = table_of(figures)
+    header, *rows = ("| " + " | ".join(row) + " |" for row in (table.columns, *table.rows))
+    lines = [header, "|---" * len(table.columns) + "|", *rows]
     schedule = figures["schedule"]
     steps = ", ".join(f"{seconds:.2f} s" for seconds in usual_steps(figures).values())
     lines += [
@@ -144,7 +115,13 @@ def _table(figures: dict[str, Any]) -> list[str]:
         f"{rounds_of(figures)}; a step without a save: {steps}. "
         f"{machine_line(figures)}; {figures['seconds']} s in all.",
     ]
-    return lines
+    lines += [f"\n{name} was left out: {why}." for name, why in figures["left_out"].items()]
+    for system in figures["systems"].values():
+        first, *log = (system.get("failed") or "").splitlines() or [""]
+        if log:
+            tail = textwrap.dedent("\n".join(log))
+            lines += ["", f"{system['label']}, {first}:", "", "```text", tail, "```"]
+    return "\n".join(lines)
 
 
 def table_of(figures: dict[str, Any]) -> Table:

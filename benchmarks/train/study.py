@@ -50,7 +50,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--large", const=LARGE, help="a model with 1.5 GB of state for each rank", **size
     )
-    gpu.add_options(parser)
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="one rank on one GPU; with --quick a tiny model, without a GPU on a CPU",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=360.0,
+        metavar="S",
+        help="with --gpu: seconds for the whole study (default: %(default)g)",
+    )
     names = [system.name for system in (*SYSTEMS, *GPU_ONLY, HANGING)]
     parser.add_argument(
         "--systems",
@@ -71,9 +82,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="train without --use-distributed-optimizer",
     )
     parser.add_argument(
-        "--timeout-s", type=float, help="time limit of each job (default: 240, or 900 with --large)"
-    )
-    parser.add_argument(
         "--markdown",
         type=Path,
         nargs="?",
@@ -81,15 +89,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="only print the table of an earlier run (default: the published one)",
     )
-    parser.add_argument(
-        "--brief", action="store_true", help="with --markdown: one model, fewer columns"
-    )
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     """Yield the figures of every system, as medians over the rounds."""
     if options.markdown:
-        yield document(read_figures(options.markdown), brief=options.brief)
+        yield document(read_figures(options.markdown))
         return
     if options.gpu:
         yield from gpu.run(options, root)
@@ -115,7 +120,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     )
     if load > _QUIET_LOAD:
         yield f"other processes keep this machine busy (load {load:.1f}): figures will be too high"
-    session = Session(schedule, root, options.timeout_s or size.timeout_s, limit=limit)
+    session = Session(schedule, root, size.timeout_s, limit=limit)
     if options.size != QUICK:
         for name in sorted({system.megatron for system in systems if not system.saves}):
             session.warm_up(megatrons[name])

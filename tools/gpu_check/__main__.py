@@ -22,7 +22,7 @@ from typing import Any
 
 from tools.gpu_check import process, table
 from tools.gpu_check.about import about
-from tools.gpu_check.forkserver import ENVIRONMENT, forkserver
+from tools.gpu_check.forkserver import ENVIRONMENT, ROOT, forkserver
 from tools.gpu_check.sections import Section
 
 #: Seconds without which a section is not started.
@@ -47,6 +47,10 @@ def main(arguments: list[str]) -> int:
     ]
     run = Run(given, time.monotonic() + given.budget - _RESERVE_S)
     os.environ.update(ENVIRONMENT)
+    for name in [name for name in os.environ if name.startswith("FLASHCKPT_")]:
+        del os.environ[name]  # no settings come from outside
+    path = (str(ROOT), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     started = time.monotonic()
     modules = _imported(given.package, wanted)
     with forkserver(modules, dict(os.environ)) as (found, kill_all):

@@ -6,9 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.save import stager as stager_module
 from megatron_flashckpt.save.stager import Stager
 from tests.simulated_gpu import Node
 
@@ -44,6 +47,23 @@ def keep_busy(seconds: float) -> None:
         torch.cuda._sleep(int(seconds * _CLOCK_HZ))
     else:
         simulated_node.current_stream().enqueue(lambda: time.sleep(seconds))
+
+
+@contextlib.contextmanager
+def staging(slots: int, nbytes: int, *, part_nbytes: int) -> Iterator[tuple[Slab, Stager]]:
+    """Yield a populated slab, whose slots hold `nbytes` each, and its stager.
+
+    Args:
+        part_nbytes: size of the parts of a copy on the simulated node.
+    """
+    part = pick(stager_module.PART_NBYTES, part_nbytes)
+    with mock.patch.object(stager_module, "PART_NBYTES", part):
+        slab, stager = Slab.create(slots, 4096, nbytes, "gpu-check"), Stager()
+        slab.populate()
+        stager.use(slab, device=torch.cuda.current_device())
+        yield slab, stager
+        stager.close()
+        slab.close()
 
 
 def is_copying(stager: Stager) -> bool:

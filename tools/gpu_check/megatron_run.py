@@ -51,7 +51,6 @@ class Run:
         *,
         kill: int,
         saves: dict[int, str] | None = None,
-        variants: dict[int, str] | None = None,
         digests: tuple[int, ...] = (),
         ours: bool = True,
         **environment: str,
@@ -61,7 +60,7 @@ class Run:
         Args:
             where: directory of the files and, under `ours`, of the checkpoints.
             size: arguments of the model's size and batch.
-            saves, variants, digests, kill: see `megatron_job.py`.
+            saves, digests, kill: see `megatron_job.py`.
             ours: False: Megatron's own training, without the package and without saves.
             environment: additional variables.
         """
@@ -69,8 +68,7 @@ class Run:
         self._where = where
         self._arguments = [*_MODEL, *size.split()]
         self._ours = ours
-        self._schedule = {"saves": saves or {}, "variants": variants or {}}
-        self._schedule |= {"digests": digests, "kill": kill}
+        self._schedule = {"saves": saves or {}, "digests": digests, "kill": kill}
         self._environment = environment
         self._trace, self._losses, self._log = (
             where / f"{name}.{kind}" for kind in ("trace", "losses", "log")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.opening import open_store
 from tests.support.stored import read_all
 from tests.support.trainer import config_of, end_agents
+from tools.gpu_check.report import Report
 
 
 class Node:
@@ -49,6 +50,21 @@ class Node:
         read = [torch.empty(saved.numel(), dtype=saved.dtype) for saved in rank.tensors]
         read_all(checkpoint, plan, rank.pieces, Targets(rank.pieces, read), threads=4)
         return read
+
+    def check_save(
+        self, report: Report, rank: Rank, iteration: int, meanwhile: Callable[[], None]
+    ) -> None:
+        """Save, call `meanwhile`, change the tensors as a step does; compare what is stored."""
+        expected = [tensor.cpu() for tensor in rank.tensors]
+        rank.save(iteration)
+        meanwhile()
+        rank.before_step()
+        for tensor in rank.tensors:
+            tensor.add_(1.0)
+        errors = rank.wait()
+        report.must(f"save {iteration} is committed", not errors, "; ".join(errors))
+        same = not errors and all(map(torch.equal, self.stored(rank, iteration), expected))
+        report.must(f"save {iteration} holds the bytes of its step", same)
 
     def close(self) -> None:
         for rank in self._ranks:

@@ -1,4 +1,4 @@
-"""Waits of training's calls behind the copies of a save, by variant and number of connections."""
+"""Waits of training's calls behind the copies of a save, by number of connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tools.gpu_check import machine
-from tools.gpu_check.child import Child, wait
+from tools.gpu_check.process import Child, wait
 from tools.gpu_check.report import Report
 
 #: Values of the variable; None: the variable is not set. Megatron often requires 1.
@@ -21,7 +21,7 @@ def run(report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="h-") as directory:
         for connections in _CONNECTIONS:
             environment = {} if connections is None else {_VARIABLE: connections}
-            child = Child("small_copies", Path(directory), **environment)
+            child = Child("small_copies", Path(directory), environment)
             wait([child], machine.seconds_left() - 1.0)
             child.pass_on(report, figures=True)
             if child.status != 0:

@@ -1,10 +1,10 @@
 """Real Megatron: training lost per save, and restarts after a SIGKILL in the middle of copies.
 
 There are four jobs of one rank. The job "without" trains without the package. The job "first"
-trains the same iterations with saves: blocks of every variant in turn, then a save after every
-iteration. It saves to storage, trains on, starts another save and is killed during its copies. The
-job "memory" resumes from memory; the job "storage" resumes from storage after the agent has ended.
-Both must repeat the losses and all tensors of the job "first".
+trains the same iterations with saves: blocks with and without a save in turn, then a save after
+every iteration. It saves to storage, trains on, starts another save and is killed during its
+copies. The job "memory" resumes from memory; the job "storage" resumes from storage after the agent
+has ended. Both must repeat the losses and all tensors of the job "first".
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from tests.support.trainer import end_agents
 from tools.gpu_check import machine
 from tools.gpu_check.megatron_run import Run
 from tools.gpu_check.report import Report
-from tools.gpu_check.variants import SHIPPED, VARIANTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +61,7 @@ _TINY = (
 _FIRST = 12
 _LENGTH = 5
 _PLAIN = "no save"
+_ONE = "one save"
 _EVERY = "a save after every step"
 #: Seconds that all jobs take with three rounds of blocks, on the slower card.
 _THREE_ROUNDS_S = 115.0
@@ -77,16 +77,16 @@ class Block:
     saved: tuple[int, ...]
 
 
-def blocks(begin: int, rounds: int, kinds: list[str]) -> list[Block]:
-    """Return `rounds` blocks of every kind in turn, then one with a save after every iteration.
+def blocks(begin: int, rounds: int) -> list[Block]:
+    """Return `rounds` blocks of each kind in turn, then one with a save after every iteration.
 
     The last iteration of a block has no save, so the copies of a block's saves end inside it.
     """
     made = []
-    for kind in [*([_PLAIN, *kinds] * rounds), _EVERY]:
+    for kind in [*([_PLAIN, _ONE] * rounds), _EVERY]:
         end = begin + _LENGTH
-        saved = {_PLAIN: (), _EVERY: tuple(range(begin, end - 1))}.get(kind, (begin,))
-        made.append(Block(kind, begin, end, saved))
+        saved = {_PLAIN: (), _ONE: (begin,), _EVERY: tuple(range(begin, end - 1))}
+        made.append(Block(kind, begin, end, saved[kind]))
         begin = end
     return made
 
@@ -121,23 +121,16 @@ def _fits(size: Size) -> bool:
 
 def _run(report: Report, where: Path, size: str) -> None:
     enough = machine.seconds_left() > _THREE_ROUNDS_S
-    turns = blocks(
-        _FIRST + _LENGTH, machine.pick(3 if enough else 1, 1), [v.name for v in VARIANTS]
-    )
+    turns = blocks(_FIRST + _LENGTH, machine.pick(3 if enough else 1, 1))
     kept = turns[-1].end
     last = kept + 3
     saves = dict.fromkeys((_FIRST, last + 1, *(n for b in turns for n in b.saved)), "memory")
     saves[kept] = "storage"
-    changes = {block.begin: block.kind for block in turns if block.kind not in (_PLAIN, _EVERY)}
-    changes |= {_FIRST: SHIPPED.name, turns[-1].begin: SHIPPED.name}
     # Copies of the tiny model on a CPU end at once, so a fault kills that process.
     fault = machine.pick({}, {"FLASHCKPT_FAULT": f"rank0:stage.copied:{len(saves)}"})
     digests = (kept, last)
     without = Run(where, "without", size, kill=2 * _FIRST + 1, ours=False)
-    first = Run(
-        *(where, "first", size),
-        **{"kill": last + 2, "saves": saves, "variants": changes, "digests": digests, **fault},
-    )
+    first = Run(where, "first", size, kill=last + 2, saves=saves, digests=digests, **fault)
     memory, storage = (
         Run(where, source, size, kill=last + 1, digests=digests) for source in ("memory", "storage")
     )
@@ -190,7 +183,7 @@ def _report_lost(report: Report, without: Run, first: Run, turns: list[Block]) -
             what = f"{_LENGTH} iterations with the package and no save: lost"
         listed = " | ".join(map(_listed, spans))
         detail = f"standard error {1000 * error:.0f} ms; {listed}"
-        report.figure(what, 1000 * lost, "ms", detail, headline=kind == SHIPPED.name)
+        report.figure(what, 1000 * lost, "ms", detail, headline=kind == _ONE)
     for staged in re.findall(r"iteration \d+ staged.*", first.log())[:2]:
         report.note("the package's own line", staged)
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tools.gpu_check import machine
-from tools.gpu_check.child import Child, wait
 from tools.gpu_check.exchanges import report_collectives
+from tools.gpu_check.process import Child, wait
 from tools.gpu_check.report import Report
 
 _PATIENCE_S = 30.0
@@ -25,7 +25,7 @@ def run(report: Report) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     with tempfile.TemporaryDirectory(prefix="n-") as directory:
         where = Path(directory)
-        ranks = [Child("gloo_rank", where, RANK=str(rank)) for rank in range(2)]
+        ranks = [Child("gloo_rank", where, {"RANK": str(rank)}) for rank in range(2)]
         _report_nccl(report, where, machine.pick("nccl", "gloo"))
         wait(ranks, _PATIENCE_S)
         for child in ranks:

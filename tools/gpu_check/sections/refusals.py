@@ -1,9 +1,8 @@
-"""Rules: weights of unsupported classes are refused; a load keeps tensors that a graph reads."""
+"""Rule: a load keeps the tensors that a captured step reads."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -11,97 +10,10 @@ from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
 
-class Wrapper(torch.Tensor):
-    """Tensor whose operators run on a dequantized copy, like TransformerEngine's FP8 weights."""
-
-    raw: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor) -> Wrapper:
-        shape, device = values.shape, values.device
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=device)
-        made.raw = values.detach().to(torch.float8_e4m3fn)
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].raw)
-        plain = [
-            argument.raw.to(argument.dtype) if isinstance(argument, cls) else argument
-            for argument in args
-        ]
-        return func(*plain, **(kwargs or {}))
-
-
 def run(report: Report) -> None:
-    """Check a model with such a weight, and load the settings of capturable optimizers."""
-    _check_weights(report)
+    """Load the settings of capturable and fused optimizers."""
     for how in ("capturable", "fused"):
         _check_settings(report, how)
-
-
-# ---------------------------------------------------------------------- weights
-
-
-def _check_weights(report: Report) -> None:
-    # A tensor of the simulated node is itself a wrapper, so it is not used here.
-    values = torch.randn(16, 32, device=machine.pick("cuda", "cpu")).bfloat16()
-    refused = _refusal(values)
-    report.must("a job with plain weights is accepted", refused == "", refused)
-    refused = _refusal(Wrapper(values))
-    named = [line.strip() for line in refused.splitlines() if "matrix" in line]
-    detail = "".join(named).partition(";")[0]
-    report.must("a weight of a wrapper class is refused by name", bool(named), detail)
-
-
-def _refusal(values: torch.Tensor) -> str:
-    """Return the error of the self-check for a job with this weight; empty if it passes."""
-    from megatron_flashckpt.config import Replicated
-    from megatron_flashckpt.errors import UnsupportedError
-    from megatron_flashckpt.megatron_lm import parallel, self_check
-    from megatron_flashckpt.megatron_lm.job_state import JobState
-    from megatron_flashckpt.megatron_lm.model_state import ModelState
-
-    job = _job(values)
-    with mock.patch.object(parallel, "data_parallel", return_value=(1, 0)):
-        try:
-            state = ModelState(Replicated())
-            self_check.check(JobState(chunks=[job], optimizer=job.optimizer), state)
-        except UnsupportedError as error:
-            return str(error)
-    return ""
-
-
-def _job(values: torch.Tensor) -> Any:
-    """Return a model with one weight, and Megatron's optimizer around its master."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-    class Job(torch.nn.Module):
-        def sharded_state_dict(self) -> Any:
-            return {
-                name: ShardedTensor.from_rank_offsets(name, tensor)
-                for name, tensor in self.named_parameters()
-            }
-
-    job = Job()
-    job.matrix = torch.nn.Parameter(values)
-    master = torch.nn.Parameter(torch.zeros(values.shape, device=values.device))
-    optimizer = Float16OptimizerWithFloat16Params.__new__(Float16OptimizerWithFloat16Params)
-    optimizer.float16_groups = [[job.matrix]]
-    optimizer.fp32_from_float16_groups = [[master]]
-    optimizer.fp32_from_fp32_groups = [[]]
-    optimizer.is_stub_optimizer = False
-    optimizer.grad_scaler = None
-    optimizer.optimizer = torch.optim.Adam([master])
-    master.grad = torch.ones_like(master)
-    optimizer.optimizer.step()
-    job.optimizer = optimizer
-    return job
-
-
-# ---------------------------------------------------------------------- settings
 
 
 def _check_settings(report: Report, how: str) -> None:
