@@ -79,17 +79,17 @@ def _pss(process: psutil.Process) -> int:
     return 0
 
 
-class PeakMemory:
-    """Context that measures the peak growth of a `ProcessTree`'s memory, in `nbytes`."""
+class Peak:
+    """Context that measures the peak growth of a value, which it reads again and again."""
 
-    def __init__(self, outside: Callable[[], set[int]]) -> None:
-        self.nbytes = 0
-        self._tree = ProcessTree(outside)
+    def __init__(self, read: Callable[[], float], every_s: float) -> None:
+        self.growth = 0.0
+        self._read, self._every_s = read, every_s
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> PeakMemory:
-        self._before = self._tree.memory_nbytes()
+    def __enter__(self) -> Peak:
+        self._before = self._read()
         self._thread.start()
         return self
 
@@ -98,8 +98,8 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._end.wait(0.02):
-            self.nbytes = max(self.nbytes, self._tree.memory_nbytes() - self._before)
+        while not self._end.wait(self._every_s):
+            self.growth = max(self.growth, self._read() - self._before)
 
 
 def with_peak_mb(work: Callable[[], T]) -> tuple[T, float]:
@@ -116,15 +116,18 @@ def with_peak_mb(work: Callable[[], T]) -> tuple[T, float]:
     return result, (memory_nbytes(os.getpid(), "VmHWM") - before) / 1e6
 
 
+def fsync(paths: Iterable[Path], *, drop: bool = False) -> None:
+    """Make the files durable; with `drop`, drop them from the page cache, too."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if drop:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def drop_from_cache(paths: Iterable[Path]) -> None:
     """Drop the files from the page cache."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    fsync(paths, drop=True)
 
 
 def write_raw(path: Path, source: memoryview, *, direct: bool) -> float:

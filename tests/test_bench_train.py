@@ -16,7 +16,6 @@ from rich.console import Console
 from benchmarks.train import chart, figures, report, sizes, study
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import RESUMED_STEPS, Measured, Restart, Session
-from benchmarks.train.progress import Progress
 from benchmarks.train.series import Series
 from benchmarks.train.sizes import Schedule
 from benchmarks.train.systems import System
@@ -103,10 +102,7 @@ def test_slower_steps_during_a_save_count_as_lost_time() -> None:
 
 def test_figures_are_medians_over_rounds_with_minimum_and_maximum() -> None:
     rounds = [{"exit_s": value, "gb": None} for value in (3.0, 1.0, 2.5)]
-    (name, spread), *others = figures.spreads(rounds).items()
-    assert (name, others) == ("exit_s", [])
-    assert (spread.median, spread.least, spread.most) == (2.5, 1.0, 3.0)
-    assert str(spread) == "2.50 (1.00 to 3.00)"
+    assert figures.spreads(rounds) == {"exit_s": {"median": 2.5, "least": 1.0, "most": 3.0}}
 
 
 def test_a_run_with_other_losses_is_rejected() -> None:
@@ -156,9 +152,8 @@ def series_of(session: FakeSession, rounds: int) -> Series:
     all_systems = [NONE, OURS, OTHER]
     megatron = Megatron(Path(), (), {}, Path())
     series = Series(all_systems, {"installed": megatron}, SCHEDULE)
-    with Progress(rounds * len(all_systems)) as progress:
-        for number in range(rounds):
-            series.round(session, number, rounds, progress)
+    for number in range(rounds):
+        series.round(session, number)
     return series
 
 

@@ -18,9 +18,8 @@ import pytest
 from benchmarks.train import gpu, report, starts
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured
-from benchmarks.train.progress import Progress
 from benchmarks.train.series import Budget, Series
-from benchmarks.train.systems import HANGING, System, environment_of_one_rank
+from benchmarks.train.systems import System, environment_of_one_rank
 from tests.support.trainer import eventually
 from tests.test_bench_train import NONE, OTHER, OURS, SCHEDULE, FakeSession, saving
 from tools.gpu_check.forkserver import forkserver
@@ -80,10 +79,9 @@ def run_rounds(session: FakeSession, budget: Budget, rounds: int) -> Series:
     all_systems = [OURS, NONE, OTHER]
     megatron = Megatron(Path(), (), {}, Path())
     series = Series(all_systems, {"installed": megatron}, SCHEDULE, budget)
-    with Progress(rounds * len(all_systems)) as progress:
-        for number in range(rounds):
-            session.restarts = number == 0
-            series.round(session, number, rounds, progress)
+    for number in range(rounds):
+        session.restarts = number == 0
+        series.round(session, number)
     return series
 
 
@@ -130,8 +128,8 @@ def test_an_interrupted_round_keeps_its_results() -> None:
 
     all_systems = [NONE, OURS, OTHER]
     series = Series(all_systems, {"installed": Megatron(Path(), (), {}, Path())}, SCHEDULE)
-    with pytest.raises(SystemExit), Progress(3) as progress:
-        series.round(FakeSession(measured), 0, 1, progress)
+    with pytest.raises(SystemExit):
+        series.round(FakeSession(measured), 0)
     assert len(series.figures()["systems"]["flashckpt"]["rounds"]) == 1
 
 
@@ -179,9 +177,9 @@ def test_a_document_has_a_table_for_each_model() -> None:
 # ---------------------------------------------------------------------- one real run
 
 
-def test_a_quick_study_has_a_row_for_ours_and_one_for_a_peer_that_hangs(tmp_path: Path) -> None:
+def test_a_quick_study_measures_ours(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    arguments = ["--gpu", "--quick", "--systems", "flashckpt", "hangs", "--json", str(file)]
+    arguments = ["--gpu", "--quick", "--systems", "flashckpt", "--json", str(file)]
     # Short: the path of an agent's socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="b") as short:
         scratch = Path(short) / "s"
@@ -202,11 +200,6 @@ def test_a_quick_study_has_a_row_for_ours_and_one_for_a_peer_that_hangs(tmp_path
     systems = figures["systems"]
     assert systems["flashckpt"]["failed"] is None
     assert {*gpu.COLUMNS} <= systems["flashckpt"]["figures"].keys()
-    assert systems[HANGING.name]["failed"].startswith(
-        "took too long: it did not end\n  waiting for process"
-    )
-    hidden = int(systems[HANGING.name]["failed"].split()[-1])
-    assert not psutil.pid_exists(hidden)
 
 
 def test_a_study_on_a_gpu_needs_one(tmp_path: Path) -> None:

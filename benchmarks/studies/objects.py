@@ -14,14 +14,13 @@ import itertools
 import multiprocessing as mp
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.object_clients import WAYS, Way
-from benchmarks.resources import cpu_s, own_mib
+from benchmarks.resources import Peak, cpu_s, own_mib
 from benchmarks.study import Result, Study, Table, in_turns
 from tests.support.object_server import BUCKET, reachable_s3_server
 
@@ -41,21 +40,11 @@ class Figures(NamedTuple):
 
 def measured(pid: int, nbytes: int, work: Callable[[], None]) -> Figures:
     """Call `work`; return what it cost the process `pid`."""
-    before_mib, used = own_mib(pid), cpu_s(pid)
-    peak, end = [before_mib], threading.Event()
-
-    def watch() -> None:
-        while not end.wait(0.005):
-            peak.append(own_mib(pid))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    since = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - since
-    end.set()
-    watcher.join()
-    return Figures(seconds, cpu_s(pid) - used, max(peak) - before_mib, nbytes)
+    used, since = cpu_s(pid), time.perf_counter()
+    with Peak(lambda: own_mib(pid), 0.005) as peak:
+        work()
+        seconds = time.perf_counter() - since
+    return Figures(seconds, cpu_s(pid) - used, peak.growth, nbytes)
 
 
 def _measure(name: str, url: str, mib: int, where: Path, results: mp.Queue[list[Figures]]) -> None:
@@ -115,14 +104,8 @@ def _table(what: str, taken: dict[str, list[Figures]], options: argparse.Namespa
                 *(min(shares), max(shares)),
             )
         )
-    columns = {
-        what: "",
-        "CPU s per GB": ".2f",
-        "memory beside the state, MiB": ".0f",
-        "share of obstore's speed": ".2f",
-        "least": ".2f",
-        "most": ".2f",
-    }
+    columns = {what: "", "CPU s per GB": ".2f", "memory beside the state, MiB": ".0f"}
+    columns |= dict.fromkeys(("share of obstore's speed", "least", "most"), ".2f")
     title = f"{what} of {options.mib} MiB; medians of {options.rounds} interleaved rounds"
     return Table(title, columns, rows)
 

@@ -22,7 +22,6 @@ from benchmarks.train.sizes import GPU_QUICK, GPU_SIZES, QUICK
 from benchmarks.train.starts import IMPORTED
 from benchmarks.train.systems import (
     GPU_ONLY,
-    HANGING,
     SYSTEMS,
     available,
     chosen,
@@ -61,9 +60,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     if on_cpu and not quick:
         raise SystemExit("--gpu: torch sees no GPU; --gpu --quick runs a tiny model on a CPU")
     ends_at = time.monotonic() + options.budget
-    # The double that hangs tests the study.
-    every = [*SYSTEMS, *GPU_ONLY, *([HANGING] if quick else [])]
-    runnable = [system for system in every if system.megatron == "installed"]
+    runnable = [system for system in (*SYSTEMS, *GPU_ONLY) if system.megatron == "installed"]
     systems, left_out = available(chosen(runnable, options.systems))
     with forkserver(IMPORTED, environment_of_one_rank(on_cpu=on_cpu)) as (found, _):
         if not found["forks"]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study import Table
-from benchmarks.train.figures import LABELS, Spread
+from benchmarks.train.figures import LABELS
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
@@ -45,12 +45,16 @@ def cells(figures: dict[str, Any]) -> list[list[str]]:
         for name in measured_labels(figures):
             value = system["figures"].get(name)
             hidden = value is None or (not system["saves"] and name not in _OF_BASELINES)
-            row.append("-" if hidden else str(Spread(**value)))
+            row.append("-" if hidden else _spread(**value))
         if failed := system.get("failed"):
             # In place of the first figure.
             row[1:2] = [failed.splitlines()[0]]
         rows.append([*row, str(len(system["rounds"]))])
     return rows
+
+
+def _spread(median: float, least: float, most: float) -> str:
+    return f"{median:.2f}" + (f" ({least:.2f} to {most:.2f})" if least < most else "")
 
 
 #: Figures of a run without saves.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
+
+import rich.progress
+from rich.console import Console
 
 from benchmarks.compare.driver import machine
 from benchmarks.study import Result, turned
 from benchmarks.train.figures import figures_of, objections, spreads, usual_step_s
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured, Session
-from benchmarks.train.progress import Progress
 from benchmarks.train.report import table_of
 from benchmarks.train.sizes import Schedule
 from benchmarks.train.systems import System
@@ -75,11 +77,25 @@ class Series:
         began_at = time.time()
         interruption: BaseException | None = None
         try:
-            with Progress(rounds * len(self._systems)) as progress:
-                session = dataclasses.replace(session, progress=progress.detail)
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            # Drawing must not take the cores that train.
+            with rich.progress.Progress(
+                console=console,
+                refresh_per_second=1,
+                transient=True,
+                disable=not console.is_terminal,
+            ) as bar:
+                task = bar.add_task("starting", total=rounds * len(self._systems))
+
+                def begin(run: str) -> None:
+                    if not console.is_terminal:
+                        console.print(run)
+                    bar.update(task, advance=1, description=run)
+                    session.progress = lambda step: bar.update(task, description=f"{run}: {step}")
+
                 for number in range(rounds):
                     session.restarts = number == 0 or self._budget is None
-                    self.round(session, number, rounds, progress)
+                    self.round(session, number, begin)
         except (KeyboardInterrupt, SystemExit) as error:
             interruption = error
         yield from self.errors
@@ -98,12 +114,18 @@ class Series:
         if interruption:
             raise interruption
 
-    def round(self, session: Session, number: int, rounds: int, progress: Progress) -> None:
-        """Run every system once, except those that have failed before; record the figures."""
+    def round(
+        self, session: Session, number: int, begin: Callable[[str], None] = lambda run: None
+    ) -> None:
+        """Run every system once, except those that have failed before; record the figures.
+
+        Args:
+            begin: receives the name of each run before it begins.
+        """
         runs: dict[str, Measured] = {}
         try:
             for system in self._order(number):
-                progress.begin(f"round {number + 1} of {rounds}: {system.label}")
+                begin(f"round {number + 1}: {system.label}")
                 if system.name not in self._failed and self._has_time(session, system):
                     began_at = time.monotonic()
                     try:
@@ -114,7 +136,6 @@ class Series:
                         self._failed.add(system.name)
                     if self._budget:
                         self._budget.took(self._kind(session, system), time.monotonic() - began_at)
-                progress.advance()
         finally:
             for system in self._systems:
                 if system.name in runs:
@@ -185,7 +206,7 @@ class Series:
                 "label": system.label,
                 "saves": system.saves,
                 "baseline": system.baseline,
-                "figures": {name: dataclasses.asdict(value) for name, value in values.items()},
+                "figures": values,
                 "rounds": self._rounds[system.name],
                 "runs": self._runs[system.name],
                 "usual_step_s": self._usual_steps.get(system.name, []),

@@ -25,7 +25,6 @@ from benchmarks.train.sizes import LARGE, QUICK, SIZES, USUAL
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import (
     GPU_ONLY,
-    HANGING,
     SYSTEMS,
     System,
     UnavailableError,
@@ -62,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="with --gpu: seconds for the whole study (default: %(default)g)",
     )
-    names = [system.name for system in (*SYSTEMS, *GPU_ONLY, HANGING)]
+    names = [system.name for system in (*SYSTEMS, *GPU_ONLY)]
     parser.add_argument(
         "--systems",
         nargs="+",

@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
                     kill_all()  # then the threads of the pool tidy up and end
                     raise
     run.results.sort(key=lambda result: wanted.index(result[0]))
-    print(f"\n{table.facts(run.results)}\n\n{table.summary(run.about, run.results)}")
+    print(f"\n{table.summary(run.about, run.results)}")
     return int(any(outcome.failed for _, outcome in run.results))
 
 

@@ -15,15 +15,30 @@ from tools.gpu_check.forkserver import ROOT, Process
 from tools.gpu_check.report import Report
 
 _SCRIPT = ROOT / "tools/gpu_check/megatron_job.py"
-_MODEL = (
-    "--lr 1e-4 --min-lr 1e-5 --lr-decay-iters 1000 --lr-warmup-iters 2 --weight-decay 0.01 "
-    "--clip-grad 1.0 --train-iters 1000 --bf16 --use-distributed-optimizer --swiglu "
-    "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --transformer-impl local "
-    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
-    "--attention-backend unfused --deterministic-mode --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0"
+#: Arguments of every job, here and in `benchmarks.train`.
+COMMON = (
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 1000 --lr-warmup-iters 2 "
+    "--weight-decay 0.01 --clip-grad 1.0 --bf16 --vocab-size 8000 "
+    "--tokenizer-type NullTokenizer --mock-data --split 99,1,0 --num-workers 0 "
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+    "--no-bias-dropout-fusion --log-interval 1 --eval-interval 100000 --eval-iters 0 "
+    "--distributed-timeout-minutes 3"
 ).split()
+#: Arguments that old releases do not have.
+NEWER = ("--no-rope-fusion", "--attention-backend", "unfused")
+ON_GPU = (
+    *(*COMMON, *NEWER, "--use-distributed-optimizer", "--swiglu", "--deterministic-mode"),
+    *("--lr", "1e-4", "--min-lr", "1e-5"),
+)
+_SHAPE = (
+    "--num-layers 20 --seq-length 1024 --max-position-embeddings 1024 --num-attention-heads 16 "
+)
+#: Arguments of models by their size; the batches are missing.
+MODELS = {
+    "0.4b": _SHAPE + "--hidden-size 1280 --ffn-hidden-size 3456 --vocab-size 32000",
+    "1.3b": _SHAPE + "--hidden-size 2048 --ffn-hidden-size 5632 --vocab-size 128000",
+}
 #: Variables of the only rank, which needs no torchrun, whose start takes seconds.
 ONE_RANK = {
     "RANK": "0",
@@ -66,7 +81,7 @@ class Run:
         """
         self.name = name
         self._where = where
-        self._arguments = [*_MODEL, *size.split()]
+        self._arguments = [*ON_GPU, "--train-iters", "1000", *size.split()]
         self._ours = ours
         self._schedule = {"saves": saves or {}, "digests": digests, "kill": kill}
         self._environment = environment

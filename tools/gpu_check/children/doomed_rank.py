@@ -72,9 +72,6 @@ def keep(rank: Rank, iteration: int) -> None:
     rank.checkpointer.save(request(iteration, memory_only=True))
 
 
-# ---------------------------------------------------------------------- a GPU that fails
-
-
 def break_gpu() -> None:
     """Make a kernel access invalid memory; later calls report the error."""
     if machine.simulated_node is not None:
@@ -160,9 +157,6 @@ def be_busy_for_ever(report: Report, rank: Rank) -> None:
     rank.checkpointer.save(request(2, memory_only=True))
     report.figure("the end begins", time.monotonic(), "s")
     end_after_a_crash(report, rank)
-
-
-# ---------------------------------------------------------------------- a killed rank
 
 
 def save_slowly(rank: Rank, iteration: int) -> None:

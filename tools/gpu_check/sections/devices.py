@@ -16,9 +16,9 @@ from tools.gpu_check.report import Report
 
 #: Functions of `torch.cuda` that our threads call, in addition to `set_device`.
 _CALLS = (
-    *("Stream", "Event", "stream", "current_stream", "current_device", "synchronize", "cudart"),
-    *("mem_get_info", "empty_cache", "is_current_stream_capturing", "default_stream"),
-    *("set_stream", "get_device_properties"),
+    *("stream", "current_stream", "current_device", "synchronize", "cudart", "mem_get_info"),
+    *("empty_cache", "is_current_stream_capturing", "default_stream", "set_stream"),
+    "get_device_properties",
 )
 
 
@@ -31,19 +31,6 @@ class Call:
     device: int
     is_set: bool
     """True if the thread had set its device before the call."""
-
-
-class _ThreadRecording(type):
-    """Metaclass of replacement classes, which record each thread that makes an object."""
-
-    real: type
-    call: Callable[..., Any]
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return vars(cls)["call"](*args, **kwargs)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.real)
 
 
 def run(report: Report) -> None:
@@ -97,12 +84,7 @@ def noted() -> Iterator[list[Call]]:
             note(name)
             return real(*args, **kwargs)
 
-        # torch uses the classes in `isinstance`, so a class is replaced by a class.
-        return (
-            _ThreadRecording(name, (), {"real": real, "call": call})
-            if isinstance(real, type)
-            else call
-        )
+        return call
 
     def setting(real: Callable[..., Any]) -> Callable[..., Any]:
         def set_device(device: Any) -> None:

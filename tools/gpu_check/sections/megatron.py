@@ -22,7 +22,7 @@ import torch
 from megatron_flashckpt.memory.host_memory import available_nbytes
 from tests.support.trainer import end_agents
 from tools.gpu_check import machine
-from tools.gpu_check.megatron_run import Run
+from tools.gpu_check.megatron_run import MODELS, Run
 from tools.gpu_check.report import Report
 
 
@@ -37,21 +37,11 @@ class Size:
     disk: float
 
 
-_SEQUENCE = "--seq-length 1024 --max-position-embeddings 1024 --num-attention-heads 16 "
+_BATCH = " --micro-batch-size 4 --global-batch-size 8"
 #: The largest one that fits is trained.
 _SIZES = (
-    Size(
-        "1.3 B parameters, 16.9 GiB per save",
-        "--num-layers 20 --hidden-size 2048 --ffn-hidden-size 5632 --vocab-size 128000 "
-        "--micro-batch-size 4 --global-batch-size 8 " + _SEQUENCE,
-        *(70, 50, 25),
-    ),
-    Size(
-        "0.4 B parameters, 4.7 GiB per save",
-        "--num-layers 20 --hidden-size 1280 --ffn-hidden-size 3456 --vocab-size 32000 "
-        "--micro-batch-size 4 --global-batch-size 8 " + _SEQUENCE,
-        *(22, 16, 8),
-    ),
+    Size("1.3 B parameters, 16.9 GiB per save", MODELS["1.3b"] + _BATCH, 70, 50, 25),
+    Size("0.4 B parameters, 4.7 GiB per save", MODELS["0.4b"] + _BATCH, 22, 16, 8),
 )
 _TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500 "
@@ -149,9 +139,6 @@ def _run(report: Report, where: Path, size: str) -> None:
     _resume(report, first, storage, "storage", digests)
 
 
-# ---------------------------------------------------------------------- figures
-
-
 def _report_lost(report: Report, without: Run, first: Run, turns: list[Block]) -> None:
     """Report the time of the iterations of both jobs, and the training lost per save."""
     plain, steps = without.steps(), first.steps()
@@ -211,9 +198,6 @@ def _report_memory(report: Report, without: Run, first: Run) -> None:
         "MiB",
         f"{gpu[0] / 2**30:.2f} GiB without",
     )
-
-
-# ---------------------------------------------------------------------- restarts
 
 
 def _resume(report: Report, first: Run, again: Run, source: str, digests: tuple[int, int]) -> None:
