@@ -1,4 +1,8 @@
-"""The ways that the study compares. Each one has a state in two halves to save and load."""
+"""The ways to save and load that the study `objects` compares, each in a process of its own.
+
+Each one has a state of `nbytes` in two halves. `writer` returns the id of the process that uploads;
+`save` returns when the objects are complete; `load` fills tensors that were made before.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import concurrent.futures
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,24 +26,6 @@ from tests.support.stored import read_all
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 #: Bytes of one request of a load, as in `storage.object_store`.
 _BLOCK_NBYTES = 16 * 2**20
-
-
-class Way(Protocol):
-    """One way to save and load. Made in a process of its own."""
-
-    nbytes: int
-
-    def writer(self) -> int:
-        """Return the id of the process that uploads."""
-
-    def save(self, number: int) -> None:
-        """Return when the objects of save `number` are complete."""
-
-    def load(self, number: int) -> None:
-        """Fill tensors that were made, and filled, before."""
-
-    def close(self) -> None:
-        """End other processes."""
 
 
 class Ours:

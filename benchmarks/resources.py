@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import os
 import threading
 import time
@@ -100,20 +98,6 @@ class Peak:
     def _watch(self) -> None:
         while not self._end.wait(self._every_s):
             self.growth = max(self.growth, self._read() - self._before)
-
-
-def with_peak_mb(work: Callable[[], T]) -> tuple[T, float]:
-    """Return `work()`, and the peak growth of this process's resident memory during it, in MB.
-
-    Linux only: proc_pid_clear_refs(5) resets the peak.
-    """
-    gc.collect()
-    # `work` would use free memory of the allocator first, which would not count as growth.
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory_nbytes(os.getpid())
-    result = work()
-    return result, (memory_nbytes(os.getpid(), "VmHWM") - before) / 1e6
 
 
 def fsync(paths: Iterable[Path], *, drop: bool = False) -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from benchmarks import study
 from benchmarks.compare import report, targets
-from benchmarks.resources import with_peak_mb
 from benchmarks.studies import redundancy, writers
 
 REPO = Path(__file__).resolve().parents[1]
@@ -206,12 +205,3 @@ def test_every_write_policy_covers_each_element_once() -> None:
         written = [part for part in parts if part[0] < part[1]]
         assert [start for start, _ in written] == [0, *(end for _, end in written[:-1])]
         assert written[-1][1] == 1001
-
-
-def test_the_peak_of_a_step_counts_only_its_own_memory() -> None:
-    # Earlier tests may have left free memory in this process, so the bounds have some tolerance.
-    kept = b"x" * 50_000_000
-    length, peak_mb = with_peak_mb(lambda: len(b"y" * 100_000_000))
-    assert length == 100_000_000
-    assert 95 < peak_mb < 120
-    assert with_peak_mb(lambda: len(kept))[1] < 20

@@ -56,8 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--systems",
-        help=f"names, separated by commas, of {', '.join(CATALOGUE)}; default: all except "
-        "flashckpt-small-pages",
+        help=f"names, separated by commas, of {', '.join(CATALOGUE)}; default: all",
     )
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
@@ -68,8 +67,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     usual = QUICK_SIZE if options.quick else Size()
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Size)}
     size = dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})
-    names = [name for name, entry in CATALOGUE.items() if entry.usual]
-    names = options.systems.split(",") if options.systems else QUICK if options.quick else names
+    names = QUICK if options.quick else tuple(CATALOGUE)
+    if options.systems:
+        names = options.systems.split(",")
     if unknown := [name for name in names if name not in CATALOGUE]:
         raise SystemExit(f"no such system: {', '.join(unknown)}; known: {', '.join(CATALOGUE)}")
     left_out = {name: missing for name in names if (missing := CATALOGUE[name].missing())}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.object_clients import WAYS, Way
+from benchmarks.object_clients import WAYS
 from benchmarks.resources import Peak, cpu_s, own_mib
 from benchmarks.study import Result, Study, Table, in_turns
 from tests.support.object_server import BUCKET, reachable_s3_server
@@ -50,7 +50,7 @@ def measured(pid: int, nbytes: int, work: Callable[[], None]) -> Figures:
 def _measure(name: str, url: str, mib: int, where: Path, results: mp.Queue[list[Figures]]) -> None:
     """In a process of its own: put the figures of a save and of a load; the first pair is left."""
     where.mkdir()
-    way: Way = WAYS[name][0](url, mib, where)
+    way = WAYS[name][0](url, mib, where)
     way.save(1)
     way.load(1)
     saved = measured(way.writer(), way.nbytes, lambda: way.save(2))

@@ -1,8 +1,8 @@
 """Commits of growing numbers of ranks, and the time in which one rank plans its reads.
 
 The agent's code commits the records that a job of this size would write. It lists the directory,
-reads, merges and checks the records, creates the manifest, and moves the tracker. Then it deletes
-the records. Shards are empty files of the right size, because the commit does not open them.
+reads, merges and checks the records, creates the manifest, and moves the tracker. Shards are empty
+files of the right size, because the commit does not open them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.resources import with_peak_mb
 from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World, decoded_sources, slot_meta
 from megatron_flashckpt.agent.proposals import propose_manifest
@@ -86,15 +85,6 @@ def commit(store: PosixStore, meta: SlotMeta) -> float:
     return time.perf_counter() - started
 
 
-def remove_records(store: PosixStore, world_size: int) -> float:
-    """Remove the records of the committed save; return the seconds."""
-    names = [entry.name for entry in store.list(_DIRECTORY, sizes=False)]
-    records = file_names.records_of(names, SAVE_ID, world_size)
-    started = time.perf_counter()
-    store.delete(f"{_DIRECTORY}/{name}" for name in records)
-    return time.perf_counter() - started
-
-
 def read_and_plan_s(root: Path) -> tuple[float, int]:
     """Return the seconds from the manifest's file to a checked plan, and the manifest's bytes."""
     wanted = LOADING.wanted(tp=1, stage=3, dp=20)
@@ -110,11 +100,8 @@ _COLUMNS = {
     "record files": ",",
     "records, MB": ".1f",
     "commit, s": ".2f",
-    "peak memory of the commit, MB": ".0f",
     "manifest, MB": ".1f",
     "read and plan, s": ".2f",
-    "peak memory of a rank, MB": ".0f",
-    "tidy up, s": ".2f",
 }
 
 
@@ -139,15 +126,10 @@ def _measured(where: Path, ranks: int, per_node: int) -> tuple[Any, ...]:
     """Return the row of a job of `ranks` ranks."""
     meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)), per_node)
     records = [path.stat().st_size for path in where.rglob("*.record")]
-    store = PosixStore(where)
-    seconds, peak_mb = with_peak_mb(lambda: commit(store, meta))
-    tidy_s = remove_records(store, ranks)
-    (planned_s, nbytes), planning_mb = with_peak_mb(lambda: read_and_plan_s(where))
+    seconds = commit(PosixStore(where), meta)
+    planned_s, nbytes = read_and_plan_s(where)
     shutil.rmtree(where)
-    return (
-        *(f"{ranks:,}", len(records), sum(records) / 1e6, seconds, peak_mb),
-        *(nbytes / 1e6, planned_s, planning_mb, tidy_s),
-    )
+    return f"{ranks:,}", len(records), sum(records) / 1e6, seconds, nbytes / 1e6, planned_s
 
 
 STUDY = Study("scale", "the commit, and a plan of reads, by number of ranks", add_options, run)

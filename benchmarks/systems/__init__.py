@@ -25,8 +25,6 @@ class Entry:
     """Modules that the system requires."""
     install: str = ""
     """Arguments of the `pip install` that installs these modules."""
-    usual: bool = True
-    """True if the system is measured by default."""
 
     def missing(self) -> str | None:
         """Return the command that installs missing modules; None if nothing is missing."""
@@ -44,9 +42,6 @@ CATALOGUE: dict[str, Entry] = {
     "flashckpt": Entry("flashckpt", "ours:Ours"),
     "flashckpt-blocking": Entry(
         "flashckpt, staging: blocking", "ours:Ours", {"staging": "blocking"}
-    ),
-    "flashckpt-small-pages": Entry(
-        "flashckpt, huge_pages: false", "ours:Ours", {"huge_pages": False}, usual=False
     ),
     "torch.save": Entry("torch.save per rank", "torch_save:TorchSave"),
     "gather": Entry("gather to rank 0 + torch.save", "gather:Gather"),

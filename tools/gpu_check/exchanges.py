@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.collectives import gather_objects, reduce_int, run_on_rank_0
 from megatron_flashckpt.load.all_to_all import Stream, transfer
+from tools.gpu_check import machine
 from tools.gpu_check.report import Report
+
+
+def run(report: Report) -> None:
+    """Be one of two gloo ranks, as under `--distributed-backend gloo`."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(Path(os.environ["WHERE"]) / "store"), 2),
+        rank=int(os.environ["RANK"]),
+        world_size=2,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    # Each rank receives the data of the other rank directly into tensors on the GPU.
+    report_collectives(report, "2 gloo ranks", machine.pick(256 << 20, 1 << 20))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def report_collectives(report: Report, name: str, nbytes: int) -> None:

@@ -64,7 +64,7 @@ SECTIONS = (
     Section("capture", "G", "graph captures", 45),
     _DEVICES,
     Section("nccl", "N", "collectives over NCCL and gloo", 40, megatron=False),
-    Section("refusals", "F", "refusals, capturable optimizers", 30),
+    Section("settings", "F", "settings that a captured step reads", 30),
     Section("rng", "R", "random generators", 30),
     Section("pinning", "P", "page-locking", 40, megatron=False, alone=True),
     _on_the_second_device(_TORN),

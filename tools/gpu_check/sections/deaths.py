@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.support.trainer import end_agents
 from tools.gpu_check import machine
-from tools.gpu_check.held import held_in
 from tools.gpu_check.process import Child, wait
+from tools.gpu_check.rank import held_in
 from tools.gpu_check.report import Report
 
 
