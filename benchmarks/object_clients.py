@@ -59,8 +59,6 @@ class Ours:
 
 
 class _InThisProcess:
-    """A state of random tensors."""
-
     def __init__(self, url: str, mib: int, where: Path) -> None:
         self._url = url
         self._halves = [
@@ -110,10 +108,7 @@ class Obstore(_InThisProcess):
 
 
 class _Dcp(_InThisProcess):
-    """PyTorch's distributed checkpoint, two files."""
-
     def _storage(self, number: int) -> tuple[Any, Any]:
-        """Return writer and reader of a save."""
         raise NotImplementedError
 
     def save(self, number: int) -> None:
@@ -133,8 +128,6 @@ class _Dcp(_InThisProcess):
 
 
 class DcpByFsspec(_Dcp):
-    """DCP through s3fs."""
-
     def _storage(self, number: int) -> tuple[Any, Any]:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 

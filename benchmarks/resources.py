@@ -21,7 +21,6 @@ _PAGE = 4096
 
 
 def cpu_s(pid: int) -> float:
-    """Return the processor seconds that a process has used."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
@@ -110,7 +109,6 @@ def fsync(paths: Iterable[Path], *, drop: bool = False) -> None:
 
 
 def drop_from_cache(paths: Iterable[Path]) -> None:
-    """Drop the files from the page cache."""
     fsync(paths, drop=True)
 
 

@@ -31,7 +31,6 @@ class Table:
     """Numbers, texts, and None where there is no value."""
 
     def cells(self) -> Iterator[list[str]]:
-        """Yield each row as it is printed."""
         for row in self.rows:
             pairs = zip(row, self.columns.values(), strict=True)
             yield [_cell(value, spec) for value, spec in pairs]
@@ -61,7 +60,6 @@ class Study:
     """Draws the chart; None: a bar for each row of each table."""
 
     def add_to(self, commands: Any) -> None:
-        """Add this study's parser to the subcommands."""
         parser = commands.add_parser(self.name, help=self.help)
         self.add_options(parser)
         parser.add_argument(
@@ -117,7 +115,6 @@ def in_turns(
 
 
 def _show(out: Console, result: Result) -> None:
-    """Print a line or a table."""
     if isinstance(result, str):
         out.print(result, markup=False)
     elif isinstance(result, Table):

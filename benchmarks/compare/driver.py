@@ -128,7 +128,6 @@ def _more_first_saves(
 
 
 def run_job(mode: str, names: list[str], size: Size, root: Path) -> dict[str, Any]:
-    """Run the ranks of one job; return their figures."""
     return run_sizes(mode, names, [size], root)[0]
 
 

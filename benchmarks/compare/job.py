@@ -21,8 +21,6 @@ from benchmarks.workload import State, as_bytes, mapping
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Amount of work to measure."""
-
     mib: float = 256
     """State of one rank, MiB."""
     pieces: int = 296
@@ -79,7 +77,6 @@ class Job:
                 self.systems[name] = make(name, root / name, self.rank, self.world)
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of this rank."""
         return {
             "rank_nbytes": self.state.nbytes,
             "pieces": len(self.state.tensors),
@@ -149,7 +146,6 @@ class Job:
 
 
 def _close(system: System, *, keep: bool) -> None:
-    """Close a system in any state; log an exception."""
     try:
         system.close(keep=keep)
     except Exception:  # the other systems must be closed, too

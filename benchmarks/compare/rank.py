@@ -61,7 +61,6 @@ def main(order: str) -> None:
 
 
 def measure(mode: str, job: Job) -> None:
-    """Measure the figures of one mode."""
     if mode == "save-once":
         saves(job, 0)
     elif mode == "first":

@@ -97,7 +97,6 @@ def _split(phases: list[dict[str, float]]) -> str:
 
 
 def report(results: dict[str, Any]) -> Iterator[Result]:
-    """Yield the lines and tables of a run."""
     size, limits = results["size"], results["limits"]
     yield (
         f"{size['ranks']} ranks, each {results['rank_nbytes'] / 1e6:.0f} MB in "

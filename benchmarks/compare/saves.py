@@ -79,7 +79,6 @@ def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
 
 
 def _raw_write(job: Job) -> None:
-    """Record the seconds of a raw write of the state's bytes."""
     path = job.root / f"raw_{job.rank}"
     for name, direct in (("raw_direct_s", True), ("raw_buffered_s", False)):
         path.unlink(missing_ok=True)

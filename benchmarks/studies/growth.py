@@ -114,7 +114,6 @@ def _tables(
 
 
 def _values(row: dict[str, float | None]) -> list[float | None]:
-    """Return the values of `_COLUMNS`."""
     pairs = ((row[name], factor) for name, factor in _COLUMNS.values())
     return [None if value is None else value * factor for value, factor in pairs]
 

@@ -28,8 +28,6 @@ _ALONE = "obstore alone"
 
 
 class Figures(NamedTuple):
-    """One save or load."""
-
     seconds: float
     cpu_s: float
     """Processor time of the process that sends or receives."""
@@ -65,7 +63,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield a table of saves and one of loads."""
     ways = [name for name, (_, package) in WAYS.items() if importlib.util.find_spec(package)]
     for name in WAYS.keys() - ways:
         yield f"{name}: left out, not installed (benchmarks/object_clients.txt)"

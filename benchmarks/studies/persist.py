@@ -57,7 +57,6 @@ class Rank(FakeTrainer):
         self.attach()
 
     def send(self, iteration: int) -> None:
-        """Send the "staged" message for a slot."""
         slot = self.begin(iteration, save_name(_RUN, iteration), _PATIENCE_S)
         assert slot is not None, "no slot became free"
         slot.set_state(SlotState.STAGED)

@@ -34,8 +34,6 @@ _PATIENCE_S = 60.0
 
 
 class Case:
-    """Agents that know each other."""
-
     def __init__(self, made: Cluster, scheme: str) -> None:
         self._made = made
         self._iteration = 0

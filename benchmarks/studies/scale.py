@@ -123,7 +123,6 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
 
 
 def _measured(where: Path, ranks: int, per_node: int) -> tuple[Any, ...]:
-    """Return the row of a job of `ranks` ranks."""
     meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)), per_node)
     records = [path.stat().st_size for path in where.rglob("*.record")]
     seconds = commit(PosixStore(where), meta)

@@ -45,8 +45,6 @@ POLICIES: tuple[ShareOut, ...] = ("share", "first", 2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Properties of a storage."""
-
     name: str
     servers: int = 1
     """Number of servers; a file lies on one of them."""
@@ -85,8 +83,6 @@ class Line:
 
 
 class Servers:
-    """Servers of one storage."""
-
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._files = Line()
@@ -153,7 +149,6 @@ def part_of(replica: int, numel: int, policy: ShareOut) -> tuple[int, int]:
 
 
 def meta_of(replica: int, numel: int, policy: ShareOut) -> SlotMeta:
-    """Return the slot meta of a replica."""
     start, end = part_of(replica, numel, policy)
     pieces = [Piece("side", RANK_STATE, "U8", (SIDE_NBYTES,), (0,), (SIDE_NBYTES,), 0, SIDE_NBYTES)]
     if start < end:

@@ -64,7 +64,6 @@ QUICK = ("flashckpt", "torch.save", "dlrover")
 
 
 def make(name: str, root: Path, rank: int, world_size: int) -> System:
-    """Return the system called `name` on this rank."""
     entry = CATALOGUE[name]
     module, _, kind = entry.home.partition(":")
     system: type[System] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)

@@ -49,7 +49,6 @@ class Megatron:
 
     script: Path
     flags: tuple[str, ...]
-    """Arguments of every job."""
     env: dict[str, str]
     """Environment of every rank, without the variables that a launcher sets."""
     cwd: Path
@@ -115,13 +114,11 @@ class Job:
 
     @property
     def watch(self) -> Watch:
-        """Observations of the started job."""
         assert self._watch is not None, "the job was not started"
         return self._watch
 
     @property
     def log(self) -> str:
-        """Output of all ranks so far."""
         return "".join(list(self._lines))
 
     @property

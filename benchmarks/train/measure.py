@@ -46,8 +46,6 @@ class Restart:
 
 @dataclasses.dataclass
 class Measured:
-    """Measurements of one system in one round."""
-
     ended_at: dict[int, float]
     """Seconds from the start of the ranks to the end of each iteration."""
     exit_s: float
@@ -58,7 +56,6 @@ class Measured:
     saved: list[int] = dataclasses.field(default_factory=list)
     """Iterations of the system's checkpoints."""
     nbytes: int = 0
-    """Size of one checkpoint."""
     blocked_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of Megatron's own timer around `save_checkpoint`, without the save at the end."""
     durable_s: list[float] = dataclasses.field(default_factory=list)
@@ -78,7 +75,6 @@ class Session:
     schedule: Schedule
     root: Path
     timeout_s: float
-    """Time limit of each job."""
     progress: Callable[[str], None] = lambda step: None
     """Receives the name of the current step."""
     limit: StorageLimit | None = None

@@ -95,14 +95,12 @@ def _capital(text: str) -> str:
 
 
 def rounds_of(figures: dict[str, Any]) -> str:
-    """Return a description of the figures: one round, or medians."""
     if figures["rounds"] == 1:
         return "one round"
     return f"medians of {figures['rounds']} interleaved rounds (least to most)"
 
 
 def document(runs: list[dict[str, Any]]) -> str:
-    """Return the tables for a document, one for each model."""
     return "\n\n".join(map(markdown, runs))
 
 
@@ -129,7 +127,6 @@ def markdown(figures: dict[str, Any]) -> str:
 
 
 def table_of(figures: dict[str, Any]) -> Table:
-    """Return the printed table."""
     labels = {name: system["label"] for name, system in figures["systems"].items()}
     steps = [f"{seconds:.2f} s ({labels[name]})" for name, seconds in usual_steps(figures).items()]
     return Table(

@@ -38,7 +38,6 @@ class Budget:
         return time.monotonic() + expected <= self.ends_at
 
     def took(self, run: Hashable, seconds: float) -> None:
-        """Note the duration of a run."""
         self._took[run] = seconds
 
 
@@ -198,7 +197,6 @@ class Series:
         return max(map(len, self._rounds.values()))
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of all systems."""
         systems = {}
         for system in self._systems:
             values = spreads(self._rounds[system.name])

@@ -45,12 +45,9 @@ class Size:
     """Model, and the schedule, limits and estimates of its runs."""
 
     model: tuple[str, ...]
-    """Megatron's arguments."""
     schedule: Schedule
     rounds: int
-    """Rounds by default."""
     timeout_s: float
-    """Time limit of each job by default."""
     system_s: float
     """Estimate: seconds of one system in one round, on two quiet cores."""
     disk_nbytes: float

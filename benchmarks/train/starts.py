@@ -28,7 +28,6 @@ Start = Callable[[Sequence[str], Mapping[str, str], Path, Path], Any]
 def new_process(
     command: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a rank as a new process."""
     with output.open("ab") as file:
         return subprocess.Popen(
             command,

@@ -91,7 +91,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield the figures of every system, as medians over the rounds."""
     if options.markdown:
         yield document(read_figures(options.markdown))
         return

@@ -38,7 +38,6 @@ _IMPORTED = ("megatron.training.training", "tests.simulated_gpu", "scripts.pretr
 
 
 def main(arguments: list[str]) -> int:
-    """Run the sections that the arguments name; return the exit status."""
     given = _parser().parse_args(arguments)
     wanted = [
         section

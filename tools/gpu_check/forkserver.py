@@ -81,7 +81,6 @@ class Process:
         """Exit status as of `subprocess`; None while the process was not seen to end."""
 
     def poll(self) -> int | None:
-        """Return the exit status; None while the process runs."""
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:

@@ -27,7 +27,6 @@ _CLOCK_HZ = 1.7e9
 
 
 def seconds_left() -> float:
-    """Return the seconds that are left to this section."""
     return deadline - time.monotonic()
 
 
@@ -37,7 +36,6 @@ def pick(on_gpu: T, simulated: T) -> T:
 
 
 def gpus() -> int:
-    """Return the number of real GPUs."""
     return torch.cuda.device_count() if simulated_node is None else 0
 
 
@@ -67,7 +65,6 @@ def staging(slots: int, nbytes: int, *, part_nbytes: int) -> Iterator[tuple[Slab
 
 
 def is_copying(stager: Stager) -> bool:
-    """Return whether copies of a save are under way."""
     job = stager._current
     return job is not None and not job.copied.is_set()
 

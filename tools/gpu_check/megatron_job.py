@@ -35,8 +35,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Schedule:
-    """Carries out the schedule before each iteration."""
-
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
         self._digest: Digest | None = None
@@ -62,7 +60,6 @@ class Schedule:
 
 
 def trace(event: str, **fields: Any) -> None:
-    """Append one line to the trace."""
     with open(os.environ["TRACE"], "a") as file:
         print(json.dumps({"event": event, "time": time.perf_counter(), **fields}), file=file)
 

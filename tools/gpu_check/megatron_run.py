@@ -145,7 +145,6 @@ class Run:
         return self.log()[-1500:]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the traced events with one name, in order."""
         lines = self._trace.read_text().splitlines() if self._trace.exists() else []
         events = [json.loads(line) for line in lines]
         return [event for event in events if event["event"] == name]

@@ -27,8 +27,6 @@ Line = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a section."""
-
     lines: list[Line]
     """Lines that the section reported and the driver added."""
     seconds: float
@@ -51,7 +49,6 @@ class Outcome:
 
 
 def not_run(section: Section, why: str) -> Outcome:
-    """Return the result of a section that is not started."""
     line = {"section": section.label, "kind": SKIP, "what": "all of it", "ok": None, "value": None}
     return Outcome([{**line, "unit": None, "detail": why}], 0.0)
 
@@ -105,7 +102,6 @@ class Child:
 
     @property
     def output(self) -> str:
-        """Last lines of the process's output."""
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-_TAIL:])
 
     def lines(self) -> Iterator[Line]:

@@ -82,8 +82,6 @@ def request(iteration: int, *, memory_only: bool = False) -> SaveRequest:
 
 
 class Rank:
-    """Rank that saves given tensors."""
-
     def __init__(self, checkpointer: Checkpointer, tensors: list[torch.Tensor]) -> None:
         self.checkpointer = checkpointer
         self.tensors = tensors
@@ -147,8 +145,6 @@ def node() -> Iterator[Node]:
 
 @dataclasses.dataclass(frozen=True)
 class HeldSlots:
-    """Slots of a rank."""
-
     states: list[str]
     values: dict[int, list[float]]
     """Smallest and largest element of each tensor, by the iteration of an offered save."""

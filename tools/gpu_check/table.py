@@ -25,7 +25,6 @@ def ended(section: Section, outcome: Outcome) -> str:
 
 
 def verdict(outcome: Outcome) -> str:
-    """Return the verdict of a section in a few words."""
     rules = [line for line in outcome.lines if line["kind"] == MUST]
     if outcome.failed:
         return f"FAILED: {len(outcome.failed)} of {len(rules)} rules"

@@ -87,8 +87,6 @@ def why_no_cgroups() -> str | None:
 
 
 class Cluster:
-    """Two nodes and a controller."""
-
     def __init__(self, directory: Path, proctrack: Proctrack) -> None:
         self.directory = directory
         self.runtime_dir = directory / "run"

@@ -177,7 +177,6 @@ def save_slowly(rank: Rank, iteration: int) -> None:
 
 
 def yes_or_no(rank: Rank) -> str:
-    """Return "yes" if copies of a save are under way, else "no"."""
     return "yes" if machine.is_copying(rank.checkpointer.link.stager) else "no"
 
 
@@ -189,7 +188,6 @@ def be_killed(report: Report, rank: Rank) -> None:
 
 
 def resume(report: Report, rank: Rank) -> None:
-    """Save into the slots of the former start."""
     started = time.monotonic()
     slab, offers = rank.checkpointer.link.take_slab()
     report.figure("memory taken in", time.monotonic() - started, "s")

@@ -63,8 +63,6 @@ def _check(report: Report, connections: str, waits: Waits, copied_s: float) -> N
 
 
 class Bench:
-    """A large tensor to save, and the calls of training."""
-
     def __init__(self, nbytes: int, slab: Slab, stager: Stager) -> None:
         from megatron.core.timers import Timers
 

@@ -12,8 +12,6 @@ import os
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Section to run as a process."""
-
     name: str
     """Module in the package of sections."""
     label: str
@@ -24,7 +22,6 @@ class Section:
     gpus: int = 1
     """Number of GPUs that the section needs; a section of one GPU also runs on a simulated node."""
     megatron: bool = True
-    """True if the section imports Megatron."""
     alone: bool = False
     """True if the section measures times, so no other section may run beside it."""
     environ: tuple[tuple[str, str], ...] = ()

@@ -134,7 +134,6 @@ class Bench:
             )
 
     def _is_equal(self) -> bool:
-        """Return whether the slot holds the buffer, byte for byte."""
         begin = self._slab.slots[0].data_offset
         slot = torch.frombuffer(self._slab.memory[begin : begin + self.nbytes], dtype=torch.int32)
         numel = min(_CHUNK_NBYTES // 4, slot.numel())

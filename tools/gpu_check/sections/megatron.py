@@ -201,7 +201,6 @@ def _report_memory(report: Report, without: Run, first: Run) -> None:
 
 
 def _resume(report: Report, first: Run, again: Run, source: str, digests: tuple[int, int]) -> None:
-    """Run `again`; compare its losses and tensors with those of `first`."""
     if not again.run(report):
         return
     kept, last = digests

@@ -97,7 +97,6 @@ class GraphTraining(EagerTraining):
         self._graph: Any = None
 
     def capture(self) -> None:
-        """Capture a step, possibly during copies."""
         with machine.captured(self._stream) as graph:
             self.optimizer.step()
         self._graph = graph
