@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.train import gpu, report, starts
+from benchmarks.train import report, starts, study
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured
 from benchmarks.train.series import Budget, Series
@@ -152,7 +152,7 @@ def figures_with_a_hang() -> dict:
         "size": "0.4b",
         "schedule": {"interval": 5, "saves": 4},
         "machine": {**machine, "gpu": "a card, driver 1", "versions": {"torch": "2"}},
-        "columns": gpu.COLUMNS,
+        "columns": study.GPU_COLUMNS,
         "left_out": {},
         **series.figures(),
     }
@@ -199,10 +199,10 @@ def test_a_quick_study_measures_ours(tmp_path: Path) -> None:
     assert figures["forked"], done.stdout
     systems = figures["systems"]
     assert systems["flashckpt"]["failed"] is None
-    assert {*gpu.COLUMNS} <= systems["flashckpt"]["figures"].keys()
+    assert {*study.GPU_COLUMNS} <= systems["flashckpt"]["figures"].keys()
 
 
 def test_a_study_on_a_gpu_needs_one(tmp_path: Path) -> None:
     options = argparse.Namespace(size="usual", budget=1.0, systems=None)
     with pytest.raises(SystemExit, match="torch sees no GPU"):
-        next(gpu.run(options, tmp_path))
+        next(study.run_on_gpu(options, tmp_path))

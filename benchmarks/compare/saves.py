@@ -23,9 +23,7 @@ def saves(job: Job, rounds: int, *, raw_writes: bool = True) -> None:
         before = total(tree.memory_nbytes()) if number == 0 else 0.0
         with job.reported(name, "setup"):
             if number == 0:
-                started = time.perf_counter()
                 job.systems[name].setup(job.state)
-                job.results[name]["setup_s"] = slowest(time.perf_counter() - started)
                 job.results[name] |= job.systems[name].figures
         if name not in job.systems:
             continue

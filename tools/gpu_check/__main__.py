@@ -34,7 +34,10 @@ _SIMULATED_FACTOR = 5.0
 #: Sections that run side by side have so many cores each.
 _CORES_PER_SECTION = 4
 #: Modules that most sections import, in addition to their own ones.
-_IMPORTED = ("megatron.training.training", "tests.simulated_gpu", "scripts.pretrain_gpt_tiny")
+_IMPORTED = (
+    *("megatron.training.training", "tests.simulated_gpu", "scripts.pretrain_gpt_tiny"),
+    "tools.gpu_check.doomed_rank",
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -116,12 +119,8 @@ def _imported(package: str, wanted: list[Section]) -> list[str]:
     """Return the modules that the processes of these sections of a package import."""
     if all(section.gpus == 0 for section in wanted):
         return []
-    children = Path(__file__).with_name("children").glob("[a-z]*.py")
-    programs = [
-        *dict.fromkeys(f"{package}.{section.name}" for section in wanted),
-        *(f"tools.gpu_check.children.{path.stem}" for path in children),
-    ]
-    return ["torch", *_IMPORTED, *programs]
+    sections = (f"{package}.{section.name}" for section in wanted)
+    return ["torch", *_IMPORTED, *dict.fromkeys(sections)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -35,10 +35,6 @@ def pick(on_gpu: T, simulated: T) -> T:
     return on_gpu if simulated_node is None else simulated
 
 
-def gpus() -> int:
-    return torch.cuda.device_count() if simulated_node is None else 0
-
-
 def keep_busy(seconds: float) -> None:
     """Keep the current stream busy for about `seconds`; the caller continues at once."""
     if simulated_node is None:

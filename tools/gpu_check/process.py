@@ -54,7 +54,7 @@ def not_run(section: Section, why: str) -> Outcome:
 
 
 class Child:
-    """Process of a section or of a program in `tools.gpu_check.children`, and its report."""
+    """Process of a section or of a program that a section starts, and its report."""
 
     def __init__(
         self,
@@ -69,20 +69,19 @@ class Child:
         """Start the process.
 
         Args:
-            module: section, or a name in `tools.gpu_check.children`.
+            module: see `section.main`.
             where: directory for the files of the process; becomes the variable WHERE.
             environment: additional environment variables.
             label, limit_s, gpus: see `section.main`.
         """
         where.mkdir(exist_ok=True)
-        program = module if "." in module else f"tools.gpu_check.children.{module}"
         self.report = where / f"report-{time.monotonic_ns()}"
         self.report.touch()
         self._output = self.report.with_suffix(".out")
         self._output.touch()
         self.process = Process(
             "tools.gpu_check.section",
-            [program, label, str(self.report), str(limit_s), str(gpus)],
+            [module, label, str(self.report), str(limit_s), str(gpus)],
             {**os.environ, "WHERE": str(where), **environment},
             self._output,
         )

@@ -80,7 +80,9 @@ def _place(where: Path, scenario: Scenario) -> Path:
 
 def _start(where: Path, scenario: Scenario) -> Child:
     place = _place(where, scenario)
-    return Child("doomed_rank", place, {"SCENARIO": scenario.name, "GIB": str(_GIB)})
+    return Child(
+        "tools.gpu_check.doomed_rank", place, {"SCENARIO": scenario.name, "GIB": str(_GIB)}
+    )
 
 
 def _report_end(report: Report, scenario: Scenario, child: Child, limit: float) -> None:
