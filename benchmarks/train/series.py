@@ -59,9 +59,10 @@ class Series:
         self._systems, self._megatrons, self._schedule = systems, megatrons, schedule
         self._budget = budget
         self.errors: list[str] = []
-        self._rounds: dict[str, list[dict[str, float | None]]] = {s.name: [] for s in systems}
-        self._usual_steps: dict[str, list[float]] = {}
-        self._runs: dict[str, list[dict[str, Any]]] = {s.name: [] for s in systems}
+        self._entries: dict[str, dict[str, Any]] = {}
+        for system in systems:
+            fields = {"label": system.label, "saves": system.saves, "baseline": system.baseline}
+            self._entries[system.name] = {**fields, "rounds": [], "runs": [], "usual_step_s": []}
         self._failed: set[str] = set()
         self._reasons: dict[str, str] = {}
 
@@ -130,8 +131,7 @@ class Series:
                     try:
                         runs[system.name] = self._measure(session, system)
                     except (JobError, OSError) as error:
-                        self._note(system, number, f"{error}; left out of later rounds")
-                        self._reasons[system.name] = str(error)
+                        self._fail(system, number, str(error), "; left out of later rounds")
                         self._failed.add(system.name)
                     if self._budget:
                         self._budget.took(self._kind(session, system), time.monotonic() - began_at)
@@ -147,7 +147,7 @@ class Series:
     def _has_time(self, session: Session, system: System) -> bool:
         if self._budget is None or self._budget.has_time(self._kind(session, system)):
             return True
-        if not self._rounds[system.name]:
+        if not self._entries[system.name]["rounds"]:
             self._reasons.setdefault(system.name, "not run: no time was left")
         return False
 
@@ -174,12 +174,11 @@ class Series:
             return
         if run.restart_error:
             self._note(system, number, f"a restart failed: {run.restart_error}")
-        self._rounds[system.name].append(figures_of(self._schedule, run, baseline))
-        self._runs[system.name].append(
-            {"ended_at": run.ended_at, "saved": run.saved, "owed_s": run.owed_s}
-        )
+        entry = self._entries[system.name]
+        entry["rounds"].append(figures_of(self._schedule, run, baseline))
+        entry["runs"].append({"ended_at": run.ended_at, "saved": run.saved, "owed_s": run.owed_s})
         if not system.saves:
-            self._usual_steps.setdefault(system.name, []).append(usual_step_s(run))
+            entry["usual_step_s"].append(usual_step_s(run))
         elif missing := {*self._schedule.saved_at, self._schedule.iterations} - {*run.saved}:
             left_out = ", ".join(map(str, sorted(missing)))
             self._note(system, number, f"left out the saves of iterations {left_out}")
@@ -187,27 +186,19 @@ class Series:
     def _note(self, system: System, number: int, what: str) -> None:
         self.errors.append(f"{system.label}, round {number + 1}: {what}")
 
-    def _fail(self, system: System, number: int, what: str) -> None:
-        self._note(system, number, what)
+    def _fail(self, system: System, number: int, what: str, more: str = "") -> None:
+        self._note(system, number, what + more)
         self._reasons[system.name] = what
 
     @property
     def most_rounds(self) -> int:
         """Largest number of rounds in which a system has a result."""
-        return max(map(len, self._rounds.values()))
+        return max(len(entry["rounds"]) for entry in self._entries.values())
 
     def figures(self) -> dict[str, Any]:
         systems = {}
-        for system in self._systems:
-            values = spreads(self._rounds[system.name])
-            systems[system.name] = {
-                "label": system.label,
-                "saves": system.saves,
-                "baseline": system.baseline,
-                "figures": values,
-                "rounds": self._rounds[system.name],
-                "runs": self._runs[system.name],
-                "usual_step_s": self._usual_steps.get(system.name, []),
-                "failed": None if values else self._reasons.get(system.name),
-            }
+        for name, entry in self._entries.items():
+            values = spreads(entry["rounds"])
+            failed = None if values else self._reasons.get(name)
+            systems[name] = {**entry, "figures": values, "failed": failed}
         return {"systems": systems}

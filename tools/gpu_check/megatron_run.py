@@ -133,7 +133,7 @@ class Run:
             "TRACE": str(self._trace),
             "LOSS_LOG": str(self._losses),
             "FLASHCKPT_RUNTIME_DIR": str(self._where / "run"),
-            "FLASHCKPT_AGENT__GRACE_S": "120",
+            "FLASHCKPT_AGENT__GRACE_S": "600",  # a busy machine takes minutes to start a job
             "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",  # no agent outlives its test
             **self._environment,
         }
