@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import os
 import threading
 import time
@@ -14,12 +12,22 @@ from typing import TypeVar
 
 import psutil
 
-from tests.support.processes import memory_nbytes
+from tests.support.processes import MIB, memory_nbytes
 
 T = TypeVar("T")
 #: Size of `O_DIRECT` writes.
 _WRITE_NBYTES = 16 << 20
 _PAGE = 4096
+
+
+def cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def own_mib(pid: int) -> float:
+    """Return the private memory of a process, MiB."""
+    return memory_nbytes(pid, "RssAnon") / MIB
 
 
 class ProcessTree:
@@ -46,8 +54,7 @@ class ProcessTree:
         used = own.user + own.system + own.children_user + own.children_system
         for process in self._others():
             with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                used += times.user + times.system
+                used += cpu_s(process.pid)
         return used
 
     def memory_nbytes(self) -> int:
@@ -69,17 +76,17 @@ def _pss(process: psutil.Process) -> int:
     return 0
 
 
-class PeakMemory:
-    """Context that measures the peak growth of a `ProcessTree`'s memory, in `nbytes`."""
+class Peak:
+    """Context that measures the peak growth of a value, which it reads again and again."""
 
-    def __init__(self, outside: Callable[[], set[int]]) -> None:
-        self.nbytes = 0
-        self._tree = ProcessTree(outside)
+    def __init__(self, read: Callable[[], float], every_s: float) -> None:
+        self.growth = 0.0
+        self._read, self._every_s = read, every_s
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> PeakMemory:
-        self._before = self._tree.memory_nbytes()
+    def __enter__(self) -> Peak:
+        self._before = self._read()
         self._thread.start()
         return self
 
@@ -88,33 +95,21 @@ class PeakMemory:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._end.wait(0.02):
-            self.nbytes = max(self.nbytes, self._tree.memory_nbytes() - self._before)
+        while not self._end.wait(self._every_s):
+            self.growth = max(self.growth, self._read() - self._before)
 
 
-def with_peak_mb(work: Callable[[], T]) -> tuple[T, float]:
-    """Return `work()`, and the peak growth of this process's resident memory during it, in MB.
-
-    Linux only: proc_pid_clear_refs(5) resets the peak.
-    """
-    gc.collect()
-    # `work` would use free memory of the allocator first, which would not count as growth.
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory_nbytes(os.getpid())
-    result = work()
-    return result, (memory_nbytes(os.getpid(), "VmHWM") - before) / 1e6
+def fsync(paths: Iterable[Path], *, drop: bool = False) -> None:
+    """Make the files durable; with `drop`, drop them from the page cache, too."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if drop:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def drop_from_cache(paths: Iterable[Path]) -> None:
-    """Drop the files from the page cache."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    fsync(paths, drop=True)
 
 
 def write_raw(path: Path, source: memoryview, *, direct: bool) -> float:

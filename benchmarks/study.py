@@ -9,13 +9,14 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import rich.table
 from rich.console import Console
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -30,7 +31,6 @@ class Table:
     """Numbers, texts, and None where there is no value."""
 
     def cells(self) -> Iterator[list[str]]:
-        """Yield each row as it is printed."""
         for row in self.rows:
             pairs = zip(row, self.columns.values(), strict=True)
             yield [_cell(value, spec) for value, spec in pairs]
@@ -60,7 +60,6 @@ class Study:
     """Draws the chart; None: a bar for each row of each table."""
 
     def add_to(self, commands: Any) -> None:
-        """Add this study's parser to the subcommands."""
         parser = commands.add_parser(self.name, help=self.help)
         self.add_options(parser)
         parser.add_argument(
@@ -78,23 +77,18 @@ class Study:
             with tempfile.TemporaryDirectory(dir=options.dir, prefix="fc") as directory:
                 for result in self.run(options, Path(directory)):
                     results.append(result)
-                    show(out, result)
+                    _show(out, result)
         finally:
             if options.json:
-                options.json.write_text(_encoded(results))
+                encoded = json.dumps(results, indent=1, default=dataclasses.asdict)
+                options.json.write_text(encoded + "\n")
             if options.png:
-                self._draw(out, results, options.png)
+                try:
+                    from benchmarks.chart import draw_tables
 
-    def _draw(self, out: Console, results: list[Result], path: Path) -> None:
-        try:
-            if self.draw is not None:
-                self.draw(results, path)
-            else:
-                from benchmarks.chart import draw
-
-                draw([result for result in results if isinstance(result, Table)], path)
-        except ImportError as error:
-            out.print(f"no chart: {error}; pip install matplotlib")
+                    (self.draw or draw_tables)(results, options.png)
+                except ImportError as error:
+                    out.print(f"no chart: {error}; pip install matplotlib")
 
 
 def turned(values: Sequence[T], number: int) -> list[T]:
@@ -103,8 +97,24 @@ def turned(values: Sequence[T], number: int) -> list[T]:
     return [*values[first:], *values[:first]]
 
 
-def show(out: Console, result: Result) -> None:
-    """Print a line or a table."""
+def in_turns(
+    works: Mapping[K, Callable[[], T]], rounds: int, *, warm_up: int = 0
+) -> dict[K, list[T]]:
+    """Call every function once in each round; return the results of each function.
+
+    Args:
+        warm_up: number of first rounds whose results are left out.
+    """
+    results: dict[K, list[T]] = {key: [] for key in works}
+    for number in range(-warm_up, rounds):
+        for key in turned(list(works), number):
+            result = works[key]()
+            if number >= 0:
+                results[key].append(result)
+    return results
+
+
+def _show(out: Console, result: Result) -> None:
     if isinstance(result, str):
         out.print(result, markup=False)
     elif isinstance(result, Table):
@@ -117,10 +127,3 @@ def show(out: Console, result: Result) -> None:
         for cells in result.cells():
             printed.add_row(*cells)
         out.print(printed)
-
-
-def _encoded(results: list[Result]) -> str:
-    plain = [
-        dataclasses.asdict(result) if isinstance(result, Table) else result for result in results
-    ]
-    return json.dumps(plain, indent=1) + "\n"

@@ -35,7 +35,6 @@ def mapping(nbytes: int) -> mmap.mmap:
 
 
 def as_bytes(memory: mmap.mmap) -> torch.Tensor:
-    """Return a flat tensor of all bytes of `memory`."""
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -107,7 +106,6 @@ class State:
         ]
 
     def of(self, kind: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of one kind by parameter."""
         return {name: self.tensors[f"{kind}/{name}"] for name in self.shapes}
 
     def fill(self) -> None:

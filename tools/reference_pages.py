@@ -85,7 +85,6 @@ These three start the same script with the arguments `ARGS` through the launcher
 
 
 def configuration() -> str:
-    """Return the page of all settings."""
     return "\n".join([CONFIGURATION, *_section(Config, "")])
 
 
@@ -176,7 +175,6 @@ def _yaml(value: Any) -> str:
 
 
 def command_line() -> str:
-    """Return the page of all commands."""
     return "\n".join([COMMAND_LINE, *_command(commands._parser(), "")])
 
 
@@ -255,7 +253,6 @@ PAGES = {"configuration.md": configuration, "command-line.md": command_line}
 
 
 def main() -> None:
-    """Write all pages."""
     for name, page in PAGES.items():
         (DIRECTORY / name).write_text(page())
 

@@ -11,7 +11,6 @@ is still a copy.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -28,7 +27,8 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.compare.report import report
+from benchmarks.compare.job import Size
+from benchmarks.compare.report import median, raw_write_s, report, summary
 from benchmarks.compare.targets import targets
 from benchmarks.study import Result, Study, turned
 from benchmarks.systems import CATALOGUE, QUICK
@@ -44,25 +44,6 @@ _LATER_SAVES = 3
 _SLOW_FIRST_S = 2.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """Amount of work to measure."""
-
-    mib: float = 256
-    """State of one rank, MiB."""
-    pieces: int = 296
-    """Tensors of one rank."""
-    ranks: int = 2
-    saves: int = 6
-    """Saves after the first one."""
-    first_saves: int = 5
-    """First saves: one in the main job, the others in jobs of their own."""
-    train_saves: int = 5
-    loads: int = 5
-    step_ms: float = 100
-    timeout_s: float = 900
-
-
 #: Defaults with `--quick`.
 QUICK_SIZE = Size(mib=64, saves=2, first_saves=1, train_saves=1, loads=1)
 
@@ -75,8 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--systems",
-        help=f"names, separated by commas, of {', '.join(CATALOGUE)}; default: all except "
-        "dcp-process and flashckpt-small-pages",
+        help=f"names, separated by commas, of {', '.join(CATALOGUE)}; default: all",
     )
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
@@ -87,8 +67,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     usual = QUICK_SIZE if options.quick else Size()
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Size)}
     size = dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})
-    names = [name for name, entry in CATALOGUE.items() if entry.usual]
-    names = options.systems.split(",") if options.systems else QUICK if options.quick else names
+    names = QUICK if options.quick else tuple(CATALOGUE)
+    if options.systems:
+        names = options.systems.split(",")
     if unknown := [name for name in names if name not in CATALOGUE]:
         raise SystemExit(f"no such system: {', '.join(unknown)}; known: {', '.join(CATALOGUE)}")
     left_out = {name: missing for name in names if (missing := CATALOGUE[name].missing())}
@@ -147,37 +128,28 @@ def _more_first_saves(
 
 
 def run_job(mode: str, names: list[str], size: Size, root: Path) -> dict[str, Any]:
-    """Run the ranks of one job; return their figures."""
-    result = root / f"{mode}.json"
-    with ranks(mode, names, size, root, result) as job:
-        job.wait(size.timeout_s)
-    figures: dict[str, Any] = json.loads(result.read_text())
-    return figures
+    return run_sizes(mode, names, [size], root)[0]
 
 
-@contextlib.contextmanager
-def ranks(
-    mode: str, names: list[str], size: Size, root: Path, result: Path, *more: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a job that writes its figures to `result`.
+def run_sizes(mode: str, names: list[str], sizes: list[Size], root: Path) -> list[dict[str, Any]]:
+    """Run the ranks of one job, which measure one size after another; return their figures.
 
     Raises:
-        SystemExit: the job has failed, or has written no figures when the context ends.
+        SystemExit: the job has failed.
     """
+    result, log = root / f"{mode}.json", root / f"{mode}.log"
+    order = {"mode": mode, "names": names, "root": str(root), "out": str(result)}
+    order["sizes"] = [dataclasses.asdict(size) for size in sizes]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(size.ranks), "-m", "benchmarks.compare.rank", mode),
-        *("--systems", ",".join(names), "--root", str(root), "--out", str(result)),
-        *("--nbytes", str(int(size.mib * 2**20)), "--pieces", str(size.pieces)),
-        *("--saves", str(size.saves), "--train-saves", str(size.train_saves)),
-        *("--loads", str(size.loads), "--step-ms", str(size.step_ms), *more),
+        *("--nproc-per-node", str(sizes[0].ranks)),
+        *("-m", "benchmarks.compare.rank", json.dumps(order)),
     ]
     env = environment(on_cpu=not torch.cuda.is_available()) | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    log = root / f"{mode}.log"
     with log.open("wb") as output:
         job = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
         try:
-            yield job
+            job.wait(sum(size.timeout_s for size in sizes))
         finally:
             if job.poll() is None:
                 job.terminate()  # torchrun ends its ranks
@@ -185,6 +157,7 @@ def ranks(
     if job.returncode or not result.exists():
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         raise SystemExit(f"the job '{mode}' ended with status {job.returncode}:\n{tail}")
+    return [json.loads(line) for line in result.read_text().splitlines()]
 
 
 def environment(*, on_cpu: bool) -> dict[str, str]:
@@ -235,12 +208,41 @@ def _holds(mountpoint: str, path: Path) -> bool:
     return path.resolve().is_relative_to(mountpoint)
 
 
-def draw(results: list[Result], path: Path) -> None:
-    from benchmarks.compare.chart import chart
+#: Panels of the chart: a key of a `summary`, the title, and the machine's limit.
+_PANELS = (
+    (
+        ("blocked_s", "a save blocks training, s", None),
+        ("training_lost_s", "training lost per save, s", None),
+        ("durable_s", "durable after, s", "raw"),
+    ),
+    (
+        ("cpu_s_per_gb", "CPU s per GB", None),
+        ("warm_s", "load, page cache warm, s", "read_warm_s"),
+        ("memory_s", "load from memory, s", None),
+    ),
+)
 
-    for result in results:
-        if isinstance(result, dict):
-            chart(result, path)
+
+def draw(results: list[Result], path: Path) -> None:
+    """Draw one bar per system and figure; a line is the limit of the machine."""
+    from benchmarks.chart import Panel, draw
+
+    (figures,) = [result for result in results if isinstance(result, dict)]
+    rows = {figures["labels"][name]: summary(figures, name) for name in figures["systems"]}
+    limits = {name: median(seconds) for name, seconds in figures["limits"].items()}
+    limits["raw"] = raw_write_s(figures)
+
+    def panel(key: str, title: str, limit: str | None) -> Panel:
+        shown = {name: row[key] for name, row in rows.items() if row[key] is not None}
+        return Panel(title, list(shown), list(shown.values()), limits.get(limit or ""))
+
+    size, host = figures["size"], figures["machine"]
+    title = (
+        f"{size['ranks']} ranks x {figures['rank_nbytes'] / 1e6:.0f} MB in {figures['pieces']} "
+        f"tensors; {host['cores']} cores, {host['file_system']}; {figures['started']}; "
+        "dashed: a plain write or read of the same bytes"
+    )
+    draw([[panel(*given) for given in row] for row in _PANELS], path, title)
 
 
 STUDY = Study("save", "saves and loads, compared with other systems", add_options, run, draw)

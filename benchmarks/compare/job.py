@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
+import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,23 @@ import torch.distributed as dist
 from benchmarks.study import turned
 from benchmarks.systems import System, make
 from benchmarks.workload import State, as_bytes, mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    mib: float = 256
+    """State of one rank, MiB."""
+    pieces: int = 296
+    """Tensors of one rank."""
+    ranks: int = 2
+    saves: int = 6
+    """Saves after the first one."""
+    first_saves: int = 5
+    """First saves: one in the main job, the others in jobs of their own."""
+    train_saves: int = 5
+    loads: int = 5
+    step_ms: float = 100
+    timeout_s: float = 900
 
 
 def slowest(value: float) -> float:
@@ -36,24 +54,35 @@ class Job:
     """One rank of a measuring job.
 
     Args:
-        args: arguments of `benchmarks.compare.rank`.
+        names: systems, which take turns.
+        root: empty directory of the job.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, names: list[str], size: Size, root: Path) -> None:
+        self.size, self.root = size, root
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.state = State(args.nbytes, args.pieces, self.rank)
+        self.state = State(int(size.mib * 2**20), size.pieces, self.rank)
         self.scratch = as_bytes(mapping(self.state.memory.numel()))
         self._scratch_pieces = self.state.like(self.scratch)
         self.systems: dict[str, System] = {}
         self.results: dict[str, dict[str, Any]] = {}
+        self.limits: dict[str, list[float]] = {}
+        """Seconds of plain copies, writes and reads."""
         self.step = 0
-        for name in args.systems.split(","):
-            root = args.root / name
+        self._names = names
+        for name in names:
             self.results[name] = {"errors": []}
             with self.reported(name, "start"):
-                root.mkdir(exist_ok=True)
-                self.systems[name] = make(name, root, self.rank, self.world)
+                (root / name).mkdir(exist_ok=True)
+                self.systems[name] = make(name, root / name, self.rank, self.world)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "rank_nbytes": self.state.nbytes,
+            "pieces": len(self.state.tensors),
+            "systems": self.results,
+            "limits": self.limits,
+        }
 
     @contextlib.contextmanager
     def reported(self, name: str, what: str) -> Iterator[None]:
@@ -71,13 +100,17 @@ class Job:
     def interleaved(self, rounds: int) -> Iterator[tuple[int, str]]:
         """Yield `(round, system)`; the order of the systems rotates from round to round."""
         for number in range(rounds):
-            for name in turned(self.args.systems.split(","), number):
+            for name in turned(self._names, number):
                 if name in self.systems:
                     yield number, name
 
     def note(self, name: str, **values: Any) -> None:
         for key, value in values.items():
             self.results[name].setdefault(key, []).append(value)
+
+    def note_limit(self, name: str, seconds: float) -> float:
+        self.limits.setdefault(name, []).append(seconds)
+        return seconds
 
     def memcpy_s(self) -> float:
         """Return the seconds of one plain copy of the state on all ranks at the same time.
@@ -89,8 +122,9 @@ class Job:
         target, source = self.scratch, self.state.memory
         words = [memory.view(torch.int64) for memory in (target, source)]
         pieces = list(self.state.tensors.values())
-        self.results.setdefault("limits", {}).setdefault("memcpy_by_tensor_s", []).append(
-            self._slowest_of(lambda: torch._foreach_copy_(self._scratch_pieces, pieces))
+        self.note_limit(
+            "memcpy_by_tensor_s",
+            self._slowest_of(lambda: torch._foreach_copy_(self._scratch_pieces, pieces)),
         )
         return min(
             self._slowest_of(lambda: words[0].copy_(words[1])),
@@ -112,7 +146,6 @@ class Job:
 
 
 def _close(system: System, *, keep: bool) -> None:
-    """Close a system in any state; log an exception."""
     try:
         system.close(keep=keep)
     except Exception:  # the other systems must be closed, too

@@ -79,10 +79,10 @@ class _RawFile:
     """File of this rank, as long as the state, for plain reads by all ranks."""
 
     def __init__(self, job: Job) -> None:
-        self.path = job.args.root / f"raw_{job.rank}"
+        self.path = job.root / f"raw_{job.rank}"
         self._view = memoryview(job.scratch.numpy())
         write_raw(self.path, self._view, direct=False)
-        self._limits = job.results.setdefault("limits", {})
+        self._note = job.note_limit
 
     def warm_s(self) -> float:
         self._read(0)
@@ -95,10 +95,6 @@ class _RawFile:
             drop_from_cache([self.path])
             times.append(self._read(flags))
         return self._note("read_cold_s", min(times))
-
-    def _note(self, name: str, seconds: float) -> float:
-        self._limits.setdefault(name, []).append(seconds)
-        return seconds
 
     def _read(self, flags: int) -> float:
         view = self._view if not flags else self._view[: len(self._view) // _PAGE * _PAGE]

@@ -96,21 +96,7 @@ def _split(phases: list[dict[str, float]]) -> str:
     return ", ".join(f"{key} {1000 * s:.1f}" for key, s in shown.items())
 
 
-def _how_many_firsts(results: dict[str, Any]) -> str:
-    """Return a line with the number of first saves of each system."""
-    by_count: dict[int, list[str]] = {}
-    for name, entry in results["systems"].items():
-        by_count.setdefault(len(first_saves(entry)[0]), []).append(name)
-    counts = sorted(by_count.items(), reverse=True)
-    jobs = "; ".join(f"{number} of {', '.join(names)}" for number, names in counts if number)
-    return (
-        "first: median over the first saves of all jobs; first / later: median over all jobs of "
-        f"the first save divided by the median of the job's later saves; jobs: {jobs}"
-    )
-
-
 def report(results: dict[str, Any]) -> Iterator[Result]:
-    """Yield the lines and tables of a run."""
     size, limits = results["size"], results["limits"]
     yield (
         f"{size['ranks']} ranks, each {results['rank_nbytes'] / 1e6:.0f} MB in "
@@ -134,7 +120,10 @@ def report(results: dict[str, Any]) -> Iterator[Result]:
     )
     for name, label in results["labels"].items():
         yield f"{name}: {label}"
-    yield _how_many_firsts(results)
+    yield (
+        "first: median over the first saves of all jobs; first / later: median over all jobs of "
+        "the first save divided by the median of the job's later saves"
+    )
     rows = {name: summary(results, name) for name in results["systems"]}
     for title, columns in _TABLES.items():
         specs = {"system": "", **{column: spec for column, (_, spec) in columns.items()}}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch.distributed as dist
 
 from benchmarks.compare.job import Job, slowest, total
-from benchmarks.resources import PeakMemory, ProcessTree, write_raw
+from benchmarks.resources import Peak, ProcessTree, fsync, write_raw
 
 
 def saves(job: Job, rounds: int, *, raw_writes: bool = True) -> None:
@@ -24,9 +23,7 @@ def saves(job: Job, rounds: int, *, raw_writes: bool = True) -> None:
         before = total(tree.memory_nbytes()) if number == 0 else 0.0
         with job.reported(name, "setup"):
             if number == 0:
-                started = time.perf_counter()
                 job.systems[name].setup(job.state)
-                job.results[name]["setup_s"] = slowest(time.perf_counter() - started)
                 job.results[name] |= job.systems[name].figures
         if name not in job.systems:
             continue
@@ -56,10 +53,7 @@ def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
     files = system.files(job.step)
     owed = time.perf_counter()
     if job.rank == 0:
-        for path in files:
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
+        fsync(files)
     owed_s = slowest(time.perf_counter() - owed if job.rank == 0 else 0.0)
     values = {
         "blocked_s": times[0],
@@ -83,13 +77,12 @@ def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
 
 
 def _raw_write(job: Job) -> None:
-    """Record the seconds of a raw write of the state's bytes."""
-    path = job.args.root / f"raw_{job.rank}"
+    path = job.root / f"raw_{job.rank}"
     for name, direct in (("raw_direct_s", True), ("raw_buffered_s", False)):
         path.unlink(missing_ok=True)
         dist.barrier()
         took = write_raw(path, memoryview(job.scratch.numpy()), direct=direct)
-        job.results.setdefault("limits", {}).setdefault(name, []).append(slowest(took))
+        job.note_limit(name, slowest(took))
     path.unlink(missing_ok=True)
 
 
@@ -99,15 +92,16 @@ def memory(job: Job) -> None:
         system = job.systems[name]
         job.step += 1
         job.state.tag(job.step)
-        with job.reported(name, "memory"), PeakMemory(system.pids) as peak:
+        tree = ProcessTree(system.pids)
+        with job.reported(name, "memory"), Peak(tree.memory_nbytes, 0.02) as peak:
             system.save(job.step, job.state)
             system.settle(job.step)
             system.wait(job.step)
         if name in job.systems:
             entry = job.results[name]
-            entry["transient_nbytes"] = total(peak.nbytes)
+            entry["transient_nbytes"] = total(peak.growth)
             entry["memory_nbytes"] = entry["held_nbytes"] + entry["transient_nbytes"]
-            agents = ProcessTree(system.pids).outside_nbytes()
+            agents = tree.outside_nbytes()
             if agents:
                 entry["agent_nbytes"] = agents
             system.prune(job.step)

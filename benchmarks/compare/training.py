@@ -48,7 +48,7 @@ class Training:
 
 def training(job: Job, rounds: int) -> None:
     """Measure the time that steps lose during a save, with all cores busy."""
-    training = Training(job.args.step_ms / 1000)
+    training = Training(job.size.step_ms / 1000)
     training.step()
     for _, name in job.interleaved(rounds):
         if job.systems[name].background:

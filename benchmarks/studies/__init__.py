@@ -2,7 +2,6 @@
 
 from benchmarks.compare import driver
 from benchmarks.studies import (
-    cluster_model,
     exchange,
     growth,
     objects,
@@ -30,7 +29,6 @@ STUDIES: tuple[Study, ...] = (
     writers.STUDY,
     redundancy.STUDY,
     scale.STUDY,
-    cluster_model.STUDY,
     persist.STUDY,
     objects.STUDY,
 )

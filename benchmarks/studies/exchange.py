@@ -7,10 +7,8 @@ process group answers as if all other ranks sent the same data as this rank.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,52 +46,30 @@ def requests() -> Requests:
     }
 
 
-class Job:
-    """Collective calls of the measured rank, and their memory."""
+def measured(work: Callable[[], object]) -> tuple[float, int, float]:
+    """Return the seconds and the collective calls of `work`, and the device memory of the largest.
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.most_nbytes = 0
-        """Most bytes on the rank's device in one collective."""
+    This process is a rank of a job in which all ranks send the same data. Memory is in MB.
+    """
+    nbytes: list[int] = []
 
-    def gather(self, received: torch.Tensor, sent: torch.Tensor, group: Any = None) -> None:
+    def gather(received: torch.Tensor, sent: torch.Tensor, group: Any = None) -> None:
         received.view(SAVED.size, -1)[:] = sent
-        self.most_nbytes = max(self.most_nbytes, received.nbytes + sent.nbytes)
-        self.calls += 1
+        nbytes.append(received.nbytes + sent.nbytes)
 
-
-@contextlib.contextmanager
-def simulated_job() -> Iterator[Job]:
-    """Make this process a rank of a job in which all ranks send the same data."""
-    job = Job()
-    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     replaced: dict[str, Any] = {
         "is_initialized": lambda: True,
         "get_rank": lambda group=None: REPLICA,
         "get_world_size": lambda group=None: SAVED.size,
         "get_backend": lambda group=None: "gloo",
-        gather: job.gather,
+        name: gather,
     }
-    with mock.patch.multiple(dist, **replaced):
-        yield job
-
-
-def measured(work: Callable[[], object]) -> tuple[float, float, int, float]:
-    """Return the seconds, Python's peak memory, the calls and the device memory of `work`.
-
-    Memory is in MB. The device memory is that of the largest call.
-    """
     gc.collect()
-    with simulated_job() as job:
+    with mock.patch.multiple(dist, **replaced):
         started = time.perf_counter()
         work()
-        seconds = time.perf_counter() - started
-        calls = job.calls
-        tracemalloc.start()
-        work()
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    return seconds, peak / 1e6, calls, job.most_nbytes / 1e6
+        return time.perf_counter() - started, len(nbytes), max(nbytes) / 1e6
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +94,6 @@ def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
     columns = {
         "": "",
         "s": ".2f",
-        "peak Python memory, MB": ".1f",
         "collective calls": "",
         "device memory of one call, MB": ".1f",
     }

@@ -1,23 +1,22 @@
 """Growth of each cost of a save and a load with the state, the number of tensors, and the ranks.
 
-Each number of ranks has one job, which measures one size after another and reports it at once.
+Each number of ranks has one job, which measures one size after another.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.compare.driver import Size, ranks
+from benchmarks.compare.driver import run_sizes
+from benchmarks.compare.job import Size
 from benchmarks.compare.report import summary
 from benchmarks.study import Result, Study, Table
 
@@ -32,7 +31,6 @@ _JOBS: dict[int, list[tuple[int, int]]] = {
 }
 #: Copies of the state in memory: the state, the target of a memcpy, two slots, and cached files.
 _COPIES = 5
-_POLL_S = 0.2
 _COLUMNS = {
     "first blocked, ms": ("first_blocked_s", 1000),
     "blocked, ms": ("blocked_s", 1000),
@@ -52,90 +50,44 @@ _GROWING: dict[str, Callable[[Size], float]] = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=int, nargs="+", help="run only jobs of so many ranks, of 1, 2, 4, 8"
+        "--ranks", type=int, nargs="+", default=list(_JOBS), help="numbers of ranks, of 1, 2, 4, 8"
     )
     parser.add_argument("--most-mib", type=int, default=1024, help="largest state of a rank, MiB")
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
-    """Yield every point as soon as it is measured, then a table per growing quantity.
+    """Yield the figures of every job, then a table per growing quantity.
 
     The size of one rank's state grows by a factor of four.
     """
-    only, most_mib = options.ranks, options.most_mib
-    jobs = {number: list(sizes) for number, sizes in _JOBS.items() if not only or number in only}
-    if 1 in jobs:
-        sizes_mib = [int(4**n * _USUAL.mib) for n in range(1, 9) if 4**n * _USUAL.mib <= most_mib]
-        jobs[1] += [(mib, _USUAL.pieces) for mib in sizes_mib]
-    started = time.monotonic()
     measured: dict[Size, dict[str, Any]] = {}
-    for number, sizes in jobs.items():
-        wanted = [dataclasses.replace(_USUAL, mib=m, pieces=n, ranks=number) for m, n in sizes]
-        available = psutil.virtual_memory().available
-        fitting = [size for size in wanted if _needed(size) <= available]
-        for size in wanted:
-            if size not in fitting:
-                gib = _needed(size) / 2**30
-                yield (
-                    f"{size.ranks} ranks, {size.mib} MiB each: left out, needs {gib:.0f} GiB of "
-                    "memory"
-                )
-        for size, results in _points(root, fitting):
-            measured[size] = results
-            yield results
-            row = summary(results, "flashckpt")
-            costs = "; ".join(
-                f"{name} {'-' if value is None else f'{value:.3g}'}"
-                for name, value in zip(_COLUMNS, _values(row), strict=True)
+    for number in options.ranks:
+        points = list(_JOBS[number])
+        if number == 1:
+            larger = (4**n * int(_USUAL.mib) for n in range(1, 9))
+            points += [(mib, _USUAL.pieces) for mib in larger if mib <= options.most_mib]
+        sizes = []
+        for mib, pieces in points:
+            # Storage may be slow, so larger states get more time.
+            timeout_s = _USUAL.timeout_s * max(1.0, mib * number / 1024)
+            size = dataclasses.replace(
+                _USUAL, mib=mib, pieces=pieces, ranks=number, timeout_s=timeout_s
             )
-            yield (
-                f"{time.monotonic() - started:.0f} s: {size.ranks} ranks, {size.mib:g} MiB in "
-                f"{results['pieces']} tensors each: {costs}"
-            )
+            needed = _COPIES * mib * number * 2**20
+            if needed <= psutil.virtual_memory().available:
+                sizes.append(size)
+            else:
+                yield f"{number} ranks, {mib} MiB each: left out, needs {needed / 2**30:.0f} GiB"
+        if not sizes:
+            continue
+        with tempfile.TemporaryDirectory(dir=root) as directory:
+            results = run_sizes("grow", ["flashckpt"], sizes, Path(directory))
+        for size, figures in zip(sizes, results, strict=True):
+            measured[size] = {"size": dataclasses.asdict(size), **figures}
+            yield measured[size]
+        yield f"jobs of {number} ranks: measured in {len(sizes)} sizes"
     for what, quantity in _GROWING.items():
         yield from _tables(what, measured, quantity)
-
-
-def _needed(size: Size) -> float:
-    """Return the bytes of memory that a job needs."""
-    return _COPIES * size.mib * size.ranks * 2**20
-
-
-def _points(root: Path, wanted: list[Size]) -> Iterator[tuple[Size, dict[str, Any]]]:
-    """Yield the figures of each size of one job as soon as they are measured."""
-    if not wanted:
-        return
-    with tempfile.TemporaryDirectory(dir=root) as directory:
-        result = Path(directory) / "grow.json"
-        more = ("--sizes", json.dumps([[int(s.mib * 2**20), s.pieces] for s in wanted]))
-        with ranks("grow", ["flashckpt"], wanted[0], Path(directory), result, *more) as job:
-            for size in wanted:
-                # Storage may be slow, so larger states get more time.
-                patience_s = _USUAL.timeout_s * max(1.0, size.mib * size.ranks / 1024)
-                deadline = time.monotonic() + patience_s
-                line = _line(result, wanted.index(size), job, deadline)
-                if line is None:
-                    if job.poll() is None:
-                        raise SystemExit(
-                            f"{size.ranks} ranks, {size.mib} MiB in {size.pieces} tensors each: "
-                            f"not measured within {patience_s:.0f} s"
-                        )
-                    break
-                yield size, {"size": dataclasses.asdict(size), **json.loads(line)}
-            job.wait(_USUAL.timeout_s)
-
-
-def _line(result: Path, number: int, job: Any, deadline: float) -> str | None:
-    """Return line `number` of `result` once it is complete; None if the job ended before."""
-    while time.monotonic() < deadline:
-        ended = job.poll() is not None
-        lines = result.read_text().splitlines(keepends=True) if result.exists() else []
-        if len(lines) > number and lines[number].endswith("\n"):
-            return lines[number]
-        if ended:
-            return None
-        time.sleep(_POLL_S)
-    return None
 
 
 def _tables(
@@ -162,7 +114,6 @@ def _tables(
 
 
 def _values(row: dict[str, float | None]) -> list[float | None]:
-    """Return the values of `_COLUMNS`."""
     pairs = ((row[name], factor) for name, factor in _COLUMNS.values())
     return [None if value is None else value * factor for value, factor in pairs]
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.compare.driver import machine
-from benchmarks.studies.persist import cpu_s
-from benchmarks.study import Result, Study, Table, turned
+from benchmarks.resources import cpu_s
+from benchmarks.study import Result, Study, Table, in_turns
 from megatron_flashckpt.memory.slot import SlotState
 from tests.support.cluster import Cluster, cluster
 from tests.support.trainer import content, eventually, new_save_id
@@ -34,13 +34,9 @@ _PATIENCE_S = 60.0
 
 
 class Case:
-    """Agents that know each other, and the costs of their saves."""
-
     def __init__(self, made: Cluster, scheme: str) -> None:
         self._made = made
         self._iteration = 0
-        self.protected_s: list[float] = []
-        self.cpu_s: list[float] = []
         nodes = len(made.nodes)
         if scheme == "none":
             made.restart_trainers()
@@ -52,8 +48,11 @@ class Case:
             rank: content(rank, 1, trainer.layout.nbytes) for rank, trainer in made.trainers.items()
         }
 
-    def save(self) -> None:
-        """Stage a checkpoint on all ranks at the same time; wait until it is held and committed."""
+    def save(self) -> tuple[float, float]:
+        """Stage a checkpoint on all ranks at the same time; wait until it is held and committed.
+
+        Returns the seconds until it is protected, and the agents' CPU seconds.
+        """
         self._iteration += 1
         save_id, slots = new_save_id(), {}
         for rank, trainer in self._made.trainers.items():
@@ -63,18 +62,16 @@ class Case:
             slots[rank] = slot
         cpu_s, started = self._agents_cpu_s(), time.perf_counter()
         for rank, slot in slots.items():
-            trainer = self._made.trainers[rank]
             slot.set_state(SlotState.STAGED)
-            trainer.client.staged(slot.index)
+            self._made.trainers[rank].client.staged(slot.index)
         if self._holders:
             eventually("that all parts are held", self._is_held, _PATIENCE_S)
-            self.protected_s.append(time.perf_counter() - started)
+        held_s = time.perf_counter() - started
         for trainer in self._made.trainers.values():
             outcome = trainer.outcome(_PATIENCE_S)
             assert outcome.error is None, outcome.error
-        if not self._holders:
-            self.protected_s.append(time.perf_counter() - started)
-        self.cpu_s.append(self._agents_cpu_s() - cpu_s)
+        committed_s = time.perf_counter() - started
+        return held_s if self._holders else committed_s, self._agents_cpu_s() - cpu_s
 
     def _is_held(self) -> bool:
         counts = self._made.reported_held(self._iteration)
@@ -97,9 +94,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     rows = []
     for nodes in options.nodes:
         schemes = [name for name in SCHEMES if name != "xor" or nodes >= LEAST_OF_XOR]
-        for scheme, case in _measure(nodes, schemes, numel, options.rounds, root).items():
-            per_gb = statistics.median(case.cpu_s) / (nodes * nbytes / 1e9)
-            rows.append((f"{nodes}", scheme, statistics.median(case.protected_s), per_gb))
+        for scheme, saves in _measure(nodes, schemes, numel, options.rounds, root).items():
+            protected_s, cpu_s = map(statistics.median, zip(*saves, strict=True))
+            rows.append((f"{nodes}", scheme, protected_s, cpu_s / (nodes * nbytes / 1e9)))
     host = machine(root)
     yield Table(
         f"{host['cpu']}, {host['cores']} cores shared by all nodes; {nbytes / 1e6:.0f} MB on each "
@@ -117,22 +114,17 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
 
 def _measure(
     nodes: int, schemes: list[str], numel: int, rounds: int, root: Path
-) -> dict[str, Case]:
-    """Return the cases of one number of nodes, measured in turn."""
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the costs of all saves of one number of nodes."""
     with contextlib.ExitStack() as stack:
         cases = {}
         for scheme in schemes:
             # Short: the path of an agent's socket has at most 107 bytes.
             where = stack.enter_context(tempfile.TemporaryDirectory(dir=root))
             made = stack.enter_context(cluster(Path(where), [1] * nodes, numel=numel))
-            cases[scheme] = Case(made, scheme)
-        for number in range(rounds + 1):
-            for scheme in turned(schemes, number):
-                cases[scheme].save()
-        for case in cases.values():
-            # The first save also allocates the slots, on this node and on the holders.
-            del case.protected_s[0], case.cpu_s[0]
-        return cases
+            cases[scheme] = Case(made, scheme).save
+        # The first save also allocates the slots, on this node and on the holders.
+        return in_turns(cases, rounds, warm_up=1)
 
 
 STUDY = Study("redundancy", "cost of copies and parity, by the number of nodes", add_options, run)

@@ -39,8 +39,6 @@ MODES = ("never", "always", "auto")
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Storage with a given speed."""
-
     name: str
     cold: bool = False
     mib_per_s: float | None = None

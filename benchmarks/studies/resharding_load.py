@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.resources import drop_from_cache
-from benchmarks.study import Result, Study, Table
+from benchmarks.study import Result, Study, Table, in_turns
 from benchmarks.synthetic import SAVE_ID, Model, World, slot_meta, write_shard
 from megatron_flashckpt.agent.proposals import propose_manifest
 from megatron_flashckpt.agent.write_limits import Flow
@@ -93,7 +93,11 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     wanted = World(model, 1, 1, 1).wanted(0, 0, 0)
     tensors = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
 
-    raw_memory = memoryview(bytearray(sum(path.stat().st_size for path in paths)))
+    nbytes = sum(path.stat().st_size for path in paths)
+    raw_memory = memoryview(bytearray(nbytes))
+
+    def read_all_raw() -> int:
+        return read_raw(paths, raw_memory, threads)
 
     def load() -> int:
         plan = read_plan(wanted, stored.sources(), stored.place)
@@ -108,19 +112,17 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         nbytes = work()
         return nbytes / (time.perf_counter() - started) / 2**20
 
-    load()
-    read_raw(paths, raw_memory, threads)
     rows = []
     for cold in (False, True):
-        raw, ours = [], []
-        for round_number in range(options.rounds):
-            both = [(raw, lambda: read_raw(paths, raw_memory, threads)), (ours, load)]
-            for figures, work in both if round_number % 2 else reversed(both):
-                figures.append(timed(work, cold=cold))
+        works = {
+            "raw": lambda cold=cold: timed(read_all_raw, cold=cold),
+            "ours": lambda cold=cold: timed(load, cold=cold),
+        }
+        speeds = in_turns(works, options.rounds, warm_up=1)
+        raw, ours = speeds["raw"], speeds["ours"]
         ratio = statistics.median(b / a for a, b in zip(raw, ours, strict=True))
         state = "cold" if cold else "warm"
         rows.append((state, statistics.median(raw), statistics.median(ours), ratio))
-    nbytes = sum(path.stat().st_size for path in paths)
     yield Table(
         f"TP2 x DP2 -> TP1 x DP1, {nbytes / 2**20:.0f} MiB in {len(paths)} files, "
         f"{threads} threads",

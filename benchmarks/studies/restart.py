@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.driver import Size, run_job
+from benchmarks.compare.driver import run_job
+from benchmarks.compare.job import Size
 from benchmarks.compare.report import LOADS, load_share, median
+from benchmarks.compare.targets import OURS
 from benchmarks.study import Result, Study, Table
 
 _MS = 1000
@@ -41,24 +43,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=int, nargs="+", default=[256, 1024], help="state of one rank")
-    systems = ("flashckpt", "flashckpt-small-pages")
-    parser.add_argument("--system", choices=systems, default=systems[0])
 
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     """Yield, for each size and source, the times of loads and the ratio of limit to load."""
-    system, rows = options.system, []
+    rows = []
     for mib in options.mib:
         size = Size(mib=mib, ranks=options.ranks, loads=options.rounds)
         with tempfile.TemporaryDirectory(dir=root) as directory:
-            run_job("save-once", [system], size, Path(directory))
-            results = run_job("load", [system], size, Path(directory))
-        figures = results["systems"][system]
+            run_job("save-once", [OURS], size, Path(directory))
+            results = run_job("load", [OURS], size, Path(directory))
+        figures = results["systems"][OURS]
         yield from figures["errors"]
         state = f"{results['rank_nbytes'] / 2**20:.0f} MiB"
         rows += [(state, how, *_values(figures, how)) for how in LOADS]
     yield Table(
-        f"{system}, {options.ranks} ranks, same layout; medians of {options.rounds} loads; limit: "
+        f"{options.ranks} ranks, same layout; medians of {options.rounds} loads; limit: "
         "a plain read or copy of the same bytes right before the load; first: the first load of "
         "its kind, ms; CPU: CPU time of one rank, ms; copied: the kernel's copies, with waits for "
         "disks, ms; digested: digests, ms; both: sum over all threads of the slowest rank; rest: "

@@ -1,9 +1,9 @@
 """Commits of growing numbers of ranks, and the time in which one rank plans its reads.
 
 The agent's code commits the records that a job of this size would write. It lists the directory,
-reads, merges and checks the records, creates the manifest, and moves the tracker. Then it deletes
-the records. Shards are empty files of the right size, because the commit does not open them. A
-waiting node asks for the end of the save as often as its agent does while the commit lasts.
+reads, merges and checks the records, creates the manifest, and moves the tracker. Shards are empty
+files of the right size, because the commit does not open them. A waiting node asks for the end of
+the save as often as its agent does while the commit lasts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.resources import with_peak_mb
 from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World, decoded_sources, slot_meta
 from megatron_flashckpt.agent import commit_core as core
@@ -36,6 +35,7 @@ from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Entry, Store
 
 ITERATION = 1000
+_DIRECTORY = file_names.iteration_dir(ITERATION)
 #: Tensor and pipeline parallel sizes, which stay the same; the number of replicas grows.
 TP, PP = 8, 8
 #: Ranks of a node, which share a record file. 1: a record file for each rank.
@@ -49,7 +49,7 @@ def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
     Args:
         per_node: number of ranks whose records share a file.
     """
-    directory = root / file_names.iteration_dir(ITERATION)
+    directory = root / _DIRECTORY
     directory.mkdir(parents=True)
     first: SlotMeta | None = None
     cache = PlanCache()
@@ -125,23 +125,6 @@ class CountingStore(PosixStore):
         return " ".join(f"{kind} {count:,}" for kind, count in sorted(self.requests.items()))
 
 
-class Commit(NamedTuple):
-    """Duration of a commit, and its requests to storage."""
-
-    seconds: float
-    """Seconds from the last record to the committed checkpoint."""
-    peak_mb: float
-    """Peak growth of the committing agent's memory."""
-    tidy_s: float
-    """Seconds for the removal of the records."""
-    requests: str
-    """Requests of the committing node."""
-    waiting_requests: str
-    """Requests of a waiting node, from the last record until it has read the end."""
-    waiting_nbytes: int
-    """Bytes read by that node."""
-
-
 def wait(store: Store, world_size: int, per_node: int, seconds: float) -> None:
     """Ask for the end of the committed save, as a node does that has waited for `seconds`."""
     now = 0.0
@@ -165,33 +148,27 @@ def wait(store: Store, world_size: int, per_node: int, seconds: float) -> None:
     assert ended.end is End.COMMITTED
 
 
-def committed(root: Path, meta: SlotMeta, per_node: int) -> Commit:
-    """Commit the records in `root`, while another node waits."""
+def committed(root: Path, meta: SlotMeta, per_node: int) -> tuple[float, str, str, int]:
+    """Commit the records in `root`, while another node waits.
+
+    Returns:
+        The seconds from the last record to the tracker, the requests of the committing node, and
+        those of the waiting node with the bytes that it has read.
+    """
     store, distant = CountingStore(root), CountingStore(root)
-    directory = file_names.iteration_dir(ITERATION)
-
-    def commit() -> float:
-        started = time.perf_counter()
-        names = [entry.name for entry in store.list(directory, sizes=False)]
-        propose_manifest(store, ITERATION, SAVE_ID, meta, names)
-        moved_tracker(store, Save(ITERATION, SAVE_ID), None)
-        return time.perf_counter() - started
-
-    seconds, peak_mb = with_peak_mb(commit)
-    requests = store.counts
-    wait(distant, meta.world_size, per_node, seconds)
-    names = [entry.name for entry in store.list(directory, sizes=False)]
-    records = file_names.records_of(names, SAVE_ID, meta.world_size)
     started = time.perf_counter()
-    store.delete(f"{directory}/{name}" for name in records)
-    tidy_s = time.perf_counter() - started
-    return Commit(seconds, peak_mb, tidy_s, requests, distant.counts, distant.nbytes)
+    names = [entry.name for entry in store.list(_DIRECTORY, sizes=False)]
+    propose_manifest(store, ITERATION, SAVE_ID, meta, names)
+    moved_tracker(store, Save(ITERATION, SAVE_ID), None)
+    seconds = time.perf_counter() - started
+    wait(distant, meta.world_size, per_node, seconds)
+    return seconds, store.counts, distant.counts, distant.nbytes
 
 
 def read_and_plan_s(root: Path) -> tuple[float, int]:
     """Return the seconds from the manifest's file to a checked plan, and the manifest's bytes."""
     wanted = LOADING.wanted(tp=1, stage=3, dp=20)
-    path = root / file_names.iteration_dir(ITERATION) / file_names.end_name(SAVE_ID)
+    path = root / _DIRECTORY / file_names.end_name(SAVE_ID)
     started = time.perf_counter()
     encoded = path.read_bytes()
     read_plan(wanted, decoded_sources(encoded), "the checkpoint")
@@ -203,11 +180,8 @@ _COLUMNS = {
     "record files": ",",
     "records, MB": ".1f",
     "commit, s": ".2f",
-    "peak memory of the commit, MB": ".0f",
     "manifest, MB": ".1f",
     "read and plan, s": ".2f",
-    "peak memory of a rank, MB": ".0f",
-    "tidy up, s": ".2f",
     "requests of the committing node": "",
     "requests of a waiting node": "",
     "bytes read by it": ",",
@@ -220,31 +194,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     """Yield the times and the manifest's size for 64 ranks, 256 ranks, and so on."""
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     ranks = TP * PP
     while ranks <= options.most:
         for per_node in _PER_NODE:
-            row, seconds = _measured(root / str(ranks), ranks, per_node)
-            rows.append(row)
+            rows.append(_measured(root / str(ranks), ranks, per_node))
             # The files of the largest jobs take minutes to write, so report each job at once.
-            yield f"{ranks:,} ranks, {per_node} per record file: committed in {seconds:.2f} s"
+            yield f"{ranks:,} ranks, {per_node} per record file: committed in {rows[-1][3]:.2f} s"
         ranks *= 4
     yield Table("commits by number of ranks, and one rank's plan of its reads", _COLUMNS, rows)
 
 
-def _measured(where: Path, ranks: int, per_node: int) -> tuple[tuple[Any, ...], float]:
-    """Return the row of a job of `ranks` ranks, and the seconds of its commit."""
+def _measured(where: Path, ranks: int, per_node: int) -> tuple[Any, ...]:
     meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)), per_node)
     records = [path.stat().st_size for path in where.rglob("*.record")]
-    commit = committed(where, meta, per_node)
-    (planned_s, nbytes), planning_mb = with_peak_mb(lambda: read_and_plan_s(where))
+    seconds, *requests = committed(where, meta, per_node)
+    planned_s, nbytes = read_and_plan_s(where)
     shutil.rmtree(where)
-    row = (
-        *(f"{ranks:,}", len(records), sum(records) / 1e6, commit.seconds, commit.peak_mb),
-        *(nbytes / 1e6, planned_s, planning_mb),
-        *(commit.tidy_s, commit.requests, commit.waiting_requests, commit.waiting_nbytes),
-    )
-    return row, commit.seconds
+    row = (f"{ranks:,}", len(records), sum(records) / 1e6, seconds, nbytes / 1e6, planned_s)
+    return *row, *requests
 
 
 STUDY = Study("scale", "the commit, and a plan of reads, by number of ranks", add_options, run)

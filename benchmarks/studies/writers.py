@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import statistics
 import threading
 import time
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import Result, Study, Table, turned
+from benchmarks.study import Result, Study, Table, in_turns
 from benchmarks.synthetic import slot_meta, write_shard
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.config import AgentConfig, ShareOut
@@ -44,8 +45,6 @@ POLICIES: tuple[ShareOut, ...] = ("share", "first", 2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Properties of a storage."""
-
     name: str
     servers: int = 1
     """Number of servers; a file lies on one of them."""
@@ -84,8 +83,6 @@ class Line:
 
 
 class Servers:
-    """Servers of one storage."""
-
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._files = Line()
@@ -152,7 +149,6 @@ def part_of(replica: int, numel: int, policy: ShareOut) -> tuple[int, int]:
 
 
 def meta_of(replica: int, numel: int, policy: ShareOut) -> SlotMeta:
-    """Return the slot meta of a replica."""
     start, end = part_of(replica, numel, policy)
     pieces = [Piece("side", RANK_STATE, "U8", (SIDE_NBYTES,), (0,), (SIDE_NBYTES,), 0, SIDE_NBYTES)]
     if start < end:
@@ -200,13 +196,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
     """Yield the seconds of a save by storage, size and policy, as medians over the rounds."""
     state = bytearray(max(options.mib) * 2**20 + SIDE_NBYTES)
-    seconds: dict[tuple[str, int, ShareOut], list[float]] = {}
-    for round_number in range(options.rounds):
-        for kind in KINDS:
-            for mib in options.mib:
-                for policy in turned(POLICIES, round_number):
-                    took = seconds_of_save(kind, state, mib * 2**20 // 4, policy)
-                    seconds.setdefault((kind.name, mib, policy), []).append(took)
+    works = {
+        (kind.name, mib, policy): functools.partial(
+            seconds_of_save, kind, state, mib * 2**20 // 4, policy
+        )
+        for kind in KINDS
+        for mib in options.mib
+        for policy in POLICIES
+    }
+    seconds = in_turns(works, options.rounds)
     yield Table(
         f"{REPLICAS} replicas on {NODES} nodes of {NODE_MIB_PER_S} MiB/s; seconds until state that "
         f"all replicas hold is written, medians of {options.rounds} interleaved rounds",

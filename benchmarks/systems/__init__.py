@@ -25,8 +25,6 @@ class Entry:
     """Modules that the system requires."""
     install: str = ""
     """Arguments of the `pip install` that installs these modules."""
-    usual: bool = True
-    """True if the system is measured by default."""
 
     def missing(self) -> str | None:
         """Return the command that installs missing modules; None if nothing is missing."""
@@ -45,9 +43,6 @@ CATALOGUE: dict[str, Entry] = {
     "flashckpt-blocking": Entry(
         "flashckpt, staging: blocking", "ours:Ours", {"staging": "blocking"}
     ),
-    "flashckpt-small-pages": Entry(
-        "flashckpt, huge_pages: false", "ours:Ours", {"huge_pages": False}, usual=False
-    ),
     "torch.save": Entry("torch.save per rank", "torch_save:TorchSave"),
     "gather": Entry("gather to rank 0 + torch.save", "gather:Gather"),
     "dlrover": Entry("DLRover flash checkpoint", "dlrover_flash:DLRover", **_DLROVER),
@@ -56,14 +51,6 @@ CATALOGUE: dict[str, Entry] = {
         "PyTorch DCP async, thread, cached plans",
         "dcp:DCP",
         {"kind": "thread", "threads": 2, "cached": True},
-    ),
-    # The first save starts processes with a process group of their own. That takes many seconds,
-    # and on a busy machine it sometimes hangs, which would lose all other figures of the run.
-    "dcp-process": Entry(
-        "PyTorch DCP async, process, cached plans",
-        "dcp:DCP",
-        {"kind": "process", "threads": 2, "cached": True},
-        usual=False,
     ),
     "torch_dist": Entry(
         "Megatron torch_dist async, fully parallel, cached",
@@ -77,7 +64,6 @@ QUICK = ("flashckpt", "torch.save", "dlrover")
 
 
 def make(name: str, root: Path, rank: int, world_size: int) -> System:
-    """Return the system called `name` on this rank."""
     entry = CATALOGUE[name]
     module, _, kind = entry.home.partition(":")
     system: type[System] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)

@@ -93,11 +93,9 @@ class System:
         return self.root / f"iter_{step:07d}"
 
     def files(self, step: int) -> list[Path]:
-        """Return the files of `step`."""
         return sorted(path for path in self.directory(step).rglob("*") if path.is_file())
 
     def prune(self, step: int) -> None:
-        """Remove checkpoints older than `step`."""
         if self.rank == 0:
             for path in self.root.glob("iter_*"):
                 if int(path.name[5:]) < step:
@@ -118,6 +116,5 @@ class System:
 
 
 def fill(state: State, loaded: dict[str, torch.Tensor]) -> None:
-    """Copy loaded tensors into the tensors of the job."""
     for name, tensor in state.tensors.items():
         tensor.copy_(loaded[name])

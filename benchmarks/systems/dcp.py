@@ -1,4 +1,4 @@
-"""PyTorch's `torch.distributed.checkpoint`: `save`, and `async_save` by thread or process."""
+"""PyTorch's `torch.distributed.checkpoint`: `save`, and `async_save` by a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -48,16 +47,12 @@ class DCP(System):
         # The documentation requires that the last save is complete.
         for earlier in list(self._written):
             self.wait(earlier)
-        process = self.options["kind"] == "process"
         response = dcp.async_save(
             content,
             storage_writer=writer,
             planner=planner,
             async_stager=self._stager,
-            process_group=None if process else self._group,
-            async_checkpointer_type=(
-                AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
-            ),
+            process_group=self._group,
         )
         if isinstance(response, Future):
             self._written[step] = response

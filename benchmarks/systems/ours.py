@@ -89,7 +89,7 @@ class MixedPrecision(Float16OptimizerWithFloat16Params):
 
 
 class Ours(System):
-    """This project with its defaults, except for the options `staging` and `huge_pages`."""
+    """This project with its defaults, except for the option `staging`."""
 
     memory_survives = True
 
@@ -98,7 +98,6 @@ class Ours(System):
         self._config = Config(
             runtime_dir=str(self.root / "run"),
             staging=self.options.get("staging", "deferred"),
-            huge_pages=self.options.get("huge_pages", True),
             agent=AgentConfig(grace_s=120.0),
         )
         self._checkpointer: Checkpointer | None = None

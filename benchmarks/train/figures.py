@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -105,29 +104,16 @@ def figures_of(schedule: Schedule, run: Measured, baseline: Measured) -> dict[st
     return figures
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """A figure over the rounds."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-    def __str__(self) -> str:
-        if self.least == self.most:
-            return f"{self.median:.2f}"
-        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, least and most of a figure over the rounds."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def spreads(rounds: Sequence[dict[str, Any]]) -> dict[str, Spread]:
+def spreads(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return each measured figure over a system's rounds."""
     result = {}
     for name in LABELS:
         values = [figures[name] for figures in rounds if figures.get(name) is not None]
         if values:
-            result[name] = Spread.of(values)
+            result[name] = spread(values)
     return result

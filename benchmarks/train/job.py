@@ -11,13 +11,14 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from benchmarks.train import descendants
-from benchmarks.train.starts import Start, Started, new_process
+from benchmarks.train.starts import Start, new_process
 from benchmarks.train.watch import Watch
 from tests.support.forked.job import free_port
 
@@ -48,7 +49,6 @@ class Megatron:
 
     script: Path
     flags: tuple[str, ...]
-    """Arguments of every job."""
     env: dict[str, str]
     """Environment of every rank, without the variables that a launcher sets."""
     cwd: Path
@@ -88,7 +88,7 @@ class Job:
             "PYTHONUNBUFFERED": "1",
         }
         self.started_at = 0.0
-        self._ranks: list[Started] = []
+        self._ranks: list[Any] = []
         self._watch: Watch | None = None
         self._outputs = Path(tempfile.mkdtemp(prefix="fc-job-"))
         self._earlier = descendants.descendants()
@@ -114,13 +114,11 @@ class Job:
 
     @property
     def watch(self) -> Watch:
-        """Observations of the started job."""
         assert self._watch is not None, "the job was not started"
         return self._watch
 
     @property
     def log(self) -> str:
-        """Output of all ranks so far."""
         return "".join(list(self._lines))
 
     @property
@@ -167,24 +165,20 @@ class Job:
         return ended_at
 
     def _check_progress(self, deadline: float, what: str) -> None:
+        # An error before the last lines need not be the cause.
         now = time.perf_counter()
         if now > deadline:
-            raise self._hung(f"took too long: {what}")
+            raise self._error(f"took too long: {what}")
         if now - self.watch.line_at > self._silence_s:
-            raise self._hung(f"printed nothing for {self._silence_s:g} s: {what}")
+            raise self._error(f"printed nothing for {self._silence_s:g} s: {what}")
 
     def error(self, what: str) -> JobError:
         """Return an error with the last error, or the last lines, of the job's output."""
-        errors = _ERROR.findall(self.log)
-        return JobError("\n  ".join([what, *(errors[-1:] or self._last_lines())]), self.log)
+        return self._error(what, _ERROR.findall(self.log)[-1:])
 
-    def _hung(self, what: str) -> JobError:
-        """Return an error with the last lines; an error before them need not be the cause."""
-        return JobError("\n  ".join([what, *self._last_lines()]), self.log)
-
-    def _last_lines(self) -> list[str]:
-        lines = [line for line in self.log.splitlines() if not line.startswith("WARNING:")]
-        return lines[-_TAIL_LINES:]
+    def _error(self, what: str, lines: Sequence[str] = ()) -> JobError:
+        shown = [line for line in self.log.splitlines() if not line.startswith("WARNING:")]
+        return JobError("\n  ".join([what, *(lines or shown[-_TAIL_LINES:])]), self.log)
 
     def kill(self) -> float:
         """Send SIGKILL to all ranks, but not to their agent; return the time before that."""

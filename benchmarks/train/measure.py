@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.resources import drop_from_cache
+from benchmarks.resources import drop_from_cache, fsync
 from benchmarks.train.job import Job, JobError, Megatron, running
 from benchmarks.train.sizes import Schedule
 from benchmarks.train.storage_limit import StorageLimit
@@ -46,8 +46,6 @@ class Restart:
 
 @dataclasses.dataclass
 class Measured:
-    """Measurements of one system in one round."""
-
     ended_at: dict[int, float]
     """Seconds from the start of the ranks to the end of each iteration."""
     exit_s: float
@@ -58,7 +56,6 @@ class Measured:
     saved: list[int] = dataclasses.field(default_factory=list)
     """Iterations of the system's checkpoints."""
     nbytes: int = 0
-    """Size of one checkpoint."""
     blocked_s: list[float] = dataclasses.field(default_factory=list)
     """Seconds of Megatron's own timer around `save_checkpoint`, without the save at the end."""
     durable_s: list[float] = dataclasses.field(default_factory=list)
@@ -78,7 +75,6 @@ class Session:
     schedule: Schedule
     root: Path
     timeout_s: float
-    """Time limit of each job."""
     progress: Callable[[str], None] = lambda step: None
     """Receives the name of the current step."""
     limit: StorageLimit | None = None
@@ -170,8 +166,8 @@ class _Measurement:
             if self._system.saves:
                 newest = self._await_commit(job, last)
                 committed_at = time.perf_counter()
-                for file in self._files(self._directory(newest)):
-                    _fsync(file)
+                files = self._files(self._checkpoints / f"iter_{newest:07d}")
+                fsync(files)
                 result.owed_s = time.perf_counter() - committed_at
                 result.exit_s = time.perf_counter() - job.ended_at[last]
                 result.blocked_s = job.blocked_s
@@ -184,9 +180,7 @@ class _Measurement:
                 result.saved = sorted(
                     int(directory.name[5:]) for directory in self._checkpoints.glob("iter_*")
                 )
-                result.nbytes = sum(
-                    file.stat().st_size for file in self._files(self._directory(newest))
-                )
+                result.nbytes = sum(file.stat().st_size for file in files)
             job.await_agent()
         return result
 
@@ -240,9 +234,7 @@ class _Measurement:
         }
         if limit := self._session.limit:
             env |= limit.environment(self._checkpoints)
-        kind = {"whole": "training", "storage": "restart from storage"}.get(
-            name, f"restart from {name}"
-        )
+        kind = "training" if name == "whole" else f"restart from {name}"
         self._session.progress(f"{kind}: starting")
 
         def on_iteration(iteration: int) -> None:
@@ -260,8 +252,8 @@ class _Measurement:
 
     def _deadline(self) -> float:
         """Return the time at which a job that starts now is ended."""
-        limits = (self._session.timeout_s, self._session.ends_at - time.monotonic())
-        return time.perf_counter() + min(*limits, self._system.timeout_s or limits[0])
+        left_s = self._session.ends_at - time.monotonic()
+        return time.perf_counter() + min(self._session.timeout_s, left_s)
 
     def _await_steps(self, job: Job, resumed_from: int, deadline: float, *, at_least: int) -> None:
         """Wait until `at_least` iterations after `resumed_from` have ended."""
@@ -297,9 +289,6 @@ class _Measurement:
             if (self._checkpoints / tracker).exists():
                 (self._checkpoints / tracker).write_text(str(iteration))
 
-    def _directory(self, iteration: int) -> Path:
-        return self._checkpoints / f"iter_{iteration:07d}"
-
     @staticmethod
     def _files(directory: Path) -> list[Path]:
         return [path for path in directory.rglob("*") if path.is_file()]
@@ -315,11 +304,3 @@ class _Measurement:
             return losses
         printed = Printed(job.log, self._where).figures
         return {number: [str(loss), str(norm)] for number, (loss, norm) in printed.items()}
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study import Table
-from benchmarks.train.figures import LABELS, Spread
+from benchmarks.train.figures import LABELS
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
@@ -45,12 +45,16 @@ def cells(figures: dict[str, Any]) -> list[list[str]]:
         for name in measured_labels(figures):
             value = system["figures"].get(name)
             hidden = value is None or (not system["saves"] and name not in _OF_BASELINES)
-            row.append("-" if hidden else str(Spread(**value)))
+            row.append("-" if hidden else _spread(**value))
         if failed := system.get("failed"):
             # In place of the first figure.
             row[1:2] = [failed.splitlines()[0]]
         rows.append([*row, str(len(system["rounds"]))])
     return rows
+
+
+def _spread(median: float, least: float, most: float) -> str:
+    return f"{median:.2f}" + (f" ({least:.2f} to {most:.2f})" if least < most else "")
 
 
 #: Figures of a run without saves.
@@ -91,37 +95,28 @@ def _capital(text: str) -> str:
 
 
 def rounds_of(figures: dict[str, Any]) -> str:
-    """Return a description of the figures: one round, or medians."""
     if figures["rounds"] == 1:
         return "one round"
     return f"medians of {figures['rounds']} interleaved rounds (least to most)"
 
 
-#: Figures that a brief table shows.
-_BRIEF = (
-    "lost_per_save_s",
-    "first_save_step_s",
-    "durable_s",
-    "exit_s",
-    "storage_load_s",
-    "memory_load_s",
-)
-
-
-def document(runs: list[dict[str, Any]], *, brief: bool = False) -> str:
-    """Return the tables for a document, one for each model.
-
-    Args:
-        brief: the first model only, fewer columns, and no last lines of systems that failed.
-    """
-    if brief:
-        return "\n".join(_table({**runs[0], "columns": _BRIEF}))
+def document(runs: list[dict[str, Any]]) -> str:
     return "\n\n".join(map(markdown, runs))
 
 
 def markdown(figures: dict[str, Any]) -> str:
     """Return the table for a document, with lines about the run and its failures below it."""
-    lines = _table(figures)
+    table = table_of(figures)
+    header, *rows = ("| " + " | ".join(row) + " |" for row in (table.columns, *table.rows))
+    lines = [header, "|---" * len(table.columns) + "|", *rows]
+    schedule = figures["schedule"]
+    steps = ", ".join(f"{seconds:.2f} s" for seconds in usual_steps(figures).values())
+    lines += [
+        "",
+        f"Seconds. {_capital(ranks_of(figures))}, a save every {schedule['interval']} steps; "
+        f"{rounds_of(figures)}; a step without a save: {steps}. "
+        f"{machine_line(figures)}; {figures['seconds']} s in all.",
+    ]
     lines += [f"\n{name} was left out: {why}." for name, why in figures["left_out"].items()]
     for system in figures["systems"].values():
         first, *log = (system.get("failed") or "").splitlines() or [""]
@@ -131,24 +126,7 @@ def markdown(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _table(figures: dict[str, Any]) -> list[str]:
-    """Return the lines of the table, with a line about the run below it."""
-    header = ["", *measured_labels(figures).values(), "rounds"]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in cells(figures)]
-    schedule = figures["schedule"]
-    steps = ", ".join(f"{seconds:.2f} s" for seconds in usual_steps(figures).values())
-    lines += [
-        "",
-        f"Seconds. {_capital(ranks_of(figures))}, a save every {schedule['interval']} steps; "
-        f"{rounds_of(figures)}; a step without a save: {steps}. "
-        f"{machine_line(figures)}; {figures['seconds']} s in all.",
-    ]
-    return lines
-
-
 def table_of(figures: dict[str, Any]) -> Table:
-    """Return the printed table."""
     labels = {name: system["label"] for name, system in figures["systems"].items()}
     steps = [f"{seconds:.2f} s ({labels[name]})" for name, seconds in usual_steps(figures).items()]
     return Table(

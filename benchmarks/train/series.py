@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
+
+import rich.progress
+from rich.console import Console
 
 from benchmarks.compare.driver import machine
 from benchmarks.study import Result, turned
 from benchmarks.train.figures import figures_of, objections, spreads, usual_step_s
 from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured, Session
-from benchmarks.train.progress import Progress
 from benchmarks.train.report import table_of
 from benchmarks.train.sizes import Schedule
 from benchmarks.train.systems import System
@@ -36,7 +38,6 @@ class Budget:
         return time.monotonic() + expected <= self.ends_at
 
     def took(self, run: Hashable, seconds: float) -> None:
-        """Note the duration of a run."""
         self._took[run] = seconds
 
 
@@ -58,9 +59,10 @@ class Series:
         self._systems, self._megatrons, self._schedule = systems, megatrons, schedule
         self._budget = budget
         self.errors: list[str] = []
-        self._rounds: dict[str, list[dict[str, float | None]]] = {s.name: [] for s in systems}
-        self._usual_steps: dict[str, list[float]] = {}
-        self._runs: dict[str, list[dict[str, Any]]] = {s.name: [] for s in systems}
+        self._entries: dict[str, dict[str, Any]] = {}
+        for system in systems:
+            fields = {"label": system.label, "saves": system.saves, "baseline": system.baseline}
+            self._entries[system.name] = {**fields, "rounds": [], "runs": [], "usual_step_s": []}
         self._failed: set[str] = set()
         self._reasons: dict[str, str] = {}
 
@@ -75,11 +77,25 @@ class Series:
         began_at = time.time()
         interruption: BaseException | None = None
         try:
-            with Progress(rounds * len(self._systems)) as progress:
-                session = dataclasses.replace(session, progress=progress.detail)
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            # Drawing must not take the cores that train.
+            with rich.progress.Progress(
+                console=console,
+                refresh_per_second=1,
+                transient=True,
+                disable=not console.is_terminal,
+            ) as bar:
+                task = bar.add_task("starting", total=rounds * len(self._systems))
+
+                def begin(run: str) -> None:
+                    if not console.is_terminal:
+                        console.print(run)
+                    bar.update(task, advance=1, description=run)
+                    session.progress = lambda step: bar.update(task, description=f"{run}: {step}")
+
                 for number in range(rounds):
                     session.restarts = number == 0 or self._budget is None
-                    self.round(session, number, rounds, progress)
+                    self.round(session, number, begin)
         except (KeyboardInterrupt, SystemExit) as error:
             interruption = error
         yield from self.errors
@@ -98,23 +114,27 @@ class Series:
         if interruption:
             raise interruption
 
-    def round(self, session: Session, number: int, rounds: int, progress: Progress) -> None:
-        """Run every system once, except those that have failed before; record the figures."""
+    def round(
+        self, session: Session, number: int, begin: Callable[[str], None] = lambda run: None
+    ) -> None:
+        """Run every system once, except those that have failed before; record the figures.
+
+        Args:
+            begin: receives the name of each run before it begins.
+        """
         runs: dict[str, Measured] = {}
         try:
             for system in self._order(number):
-                progress.begin(f"round {number + 1} of {rounds}: {system.label}")
+                begin(f"round {number + 1}: {system.label}")
                 if system.name not in self._failed and self._has_time(session, system):
                     began_at = time.monotonic()
                     try:
                         runs[system.name] = self._measure(session, system)
                     except (JobError, OSError) as error:
-                        self._note(system, number, f"{error}; left out of later rounds")
-                        self._reasons[system.name] = str(error)
+                        self._fail(system, number, str(error), "; left out of later rounds")
                         self._failed.add(system.name)
                     if self._budget:
                         self._budget.took(self._kind(session, system), time.monotonic() - began_at)
-                progress.advance()
         finally:
             for system in self._systems:
                 if system.name in runs:
@@ -127,7 +147,7 @@ class Series:
     def _has_time(self, session: Session, system: System) -> bool:
         if self._budget is None or self._budget.has_time(self._kind(session, system)):
             return True
-        if not self._rounds[system.name]:
+        if not self._entries[system.name]["rounds"]:
             self._reasons.setdefault(system.name, "not run: no time was left")
         return False
 
@@ -154,12 +174,11 @@ class Series:
             return
         if run.restart_error:
             self._note(system, number, f"a restart failed: {run.restart_error}")
-        self._rounds[system.name].append(figures_of(self._schedule, run, baseline))
-        self._runs[system.name].append(
-            {"ended_at": run.ended_at, "saved": run.saved, "owed_s": run.owed_s}
-        )
+        entry = self._entries[system.name]
+        entry["rounds"].append(figures_of(self._schedule, run, baseline))
+        entry["runs"].append({"ended_at": run.ended_at, "saved": run.saved, "owed_s": run.owed_s})
         if not system.saves:
-            self._usual_steps.setdefault(system.name, []).append(usual_step_s(run))
+            entry["usual_step_s"].append(usual_step_s(run))
         elif missing := {*self._schedule.saved_at, self._schedule.iterations} - {*run.saved}:
             left_out = ", ".join(map(str, sorted(missing)))
             self._note(system, number, f"left out the saves of iterations {left_out}")
@@ -167,28 +186,19 @@ class Series:
     def _note(self, system: System, number: int, what: str) -> None:
         self.errors.append(f"{system.label}, round {number + 1}: {what}")
 
-    def _fail(self, system: System, number: int, what: str) -> None:
-        self._note(system, number, what)
+    def _fail(self, system: System, number: int, what: str, more: str = "") -> None:
+        self._note(system, number, what + more)
         self._reasons[system.name] = what
 
     @property
     def most_rounds(self) -> int:
         """Largest number of rounds in which a system has a result."""
-        return max(map(len, self._rounds.values()))
+        return max(len(entry["rounds"]) for entry in self._entries.values())
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of all systems."""
         systems = {}
-        for system in self._systems:
-            values = spreads(self._rounds[system.name])
-            systems[system.name] = {
-                "label": system.label,
-                "saves": system.saves,
-                "baseline": system.baseline,
-                "figures": {name: dataclasses.asdict(value) for name, value in values.items()},
-                "rounds": self._rounds[system.name],
-                "runs": self._runs[system.name],
-                "usual_step_s": self._usual_steps.get(system.name, []),
-                "failed": None if values else self._reasons.get(system.name),
-            }
+        for name, entry in self._entries.items():
+            values = spreads(entry["rounds"])
+            failed = None if values else self._reasons.get(name)
+            systems[name] = {**entry, "figures": values, "failed": failed}
         return {"systems": systems}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from tools.gpu_check.megatron_run import MODELS
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -43,12 +45,9 @@ class Size:
     """Model, and the schedule, limits and estimates of its runs."""
 
     model: tuple[str, ...]
-    """Megatron's arguments."""
     schedule: Schedule
     rounds: int
-    """Rounds by default."""
     timeout_s: float
-    """Time limit of each job by default."""
     system_s: float
     """Estimate: seconds of one system in one round, on two quiet cores."""
     disk_nbytes: float
@@ -79,29 +78,13 @@ GPU_QUICK = "quick"
 GPU_SIZES = {
     # 0.4 billion parameters: 5 GB, which that machine's disk takes in 3 s, 12 steps in 4 s.
     "0.4b": Size(
-        tuple(
-            "--num-layers 20 --hidden-size 1280 --ffn-hidden-size 3456 --num-attention-heads 16 "
-            "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 32000 "
-            "--micro-batch-size 8 --global-batch-size 24".split()
-        ),
-        Schedule(12, 3, 2),
-        2,
-        100.0,
-        35.0,
-        26e9,
+        (*MODELS["0.4b"].split(), "--micro-batch-size", "8", "--global-batch-size", "24"),
+        *(Schedule(12, 3, 2), 2, 100.0, 35.0, 26e9),
     ),
     # 1.3 billion parameters: 18 GB, 12 s of writing, 32 steps in 12 s.
     "1.3b": Size(
-        tuple(
-            "--num-layers 20 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 "
-            "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 128000 "
-            "--micro-batch-size 4 --global-batch-size 8".split()
-        ),
-        Schedule(32, 2, 16),
-        1,
-        180.0,
-        90.0,
-        56e9,
+        (*MODELS["1.3b"].split(), "--micro-batch-size", "4", "--global-batch-size", "8"),
+        *(Schedule(32, 2, 16), 1, 180.0, 90.0, 56e9),
     ),
     GPU_QUICK: Size(_model(2, 128, 4, 32, 4), Schedule(3, 2, 2), 1, 120.0, 30.0, 3e8),
 }

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from tests.support.forked.job import run_script
 from tools.gpu_check.forkserver import Process
@@ -19,32 +19,15 @@ from tools.gpu_check.forkserver import Process
 IMPORTED = ["torch", "megatron.training.training", "scripts.pretrain_gpt_tiny"]
 
 
-class Started(Protocol):
-    """Started rank, with the methods of `subprocess.Popen`."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-    def wait(self) -> int | None: ...
-    def kill(self) -> None: ...
-
-
-class Start(Protocol):
-    """Starts `command`, in a process group of its own, with all its output in the file `output`.
-
-    `env` holds all variables of the rank. `command` begins with the Python to run.
-    """
-
-    def __call__(
-        self, command: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path
-    ) -> Started: ...
+#: Function that starts a command in a process group of its own, with all its output in a file. It
+#: takes the command, which begins with the Python to run; all variables; the directory; and the
+#: file. The result has the methods of `subprocess.Popen`.
+Start = Callable[[Sequence[str], Mapping[str, str], Path, Path], Any]
 
 
 def new_process(
     command: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a rank as a new process."""
     with output.open("ab") as file:
         return subprocess.Popen(
             command,

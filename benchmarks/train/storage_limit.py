@@ -31,16 +31,8 @@ class StorageLimit:
         if compiler is None:
             raise SystemExit("--storage-mb-s needs a C compiler: install gcc or clang")
         shared_object = directory / "limited.so"
-        command = [
-            compiler,
-            "-shared",
-            "-fPIC",
-            "-O1",
-            "-o",
-            str(shared_object),
-            str(_SOURCE),
-            "-ldl",
-        ]
+        options = ["-shared", "-fPIC", "-O1", "-o", str(shared_object)]
+        command = [compiler, *options, str(_SOURCE), "-ldl"]
         subprocess.run(command, check=True)
         return cls(shared_object, mb_s)
 

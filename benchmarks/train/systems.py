@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,22 +19,10 @@ from tests.support.forked.nursery import REPO
 from tools.compat import real_dlrover
 from tools.compat.tree import Tree
 from tools.gpu_check.forkserver import ENVIRONMENT
-from tools.gpu_check.megatron_run import ONE_RANK
+from tools.gpu_check.megatron_run import COMMON, NEWER, ON_GPU, ONE_RANK
 
 #: Megatron commit that DLRover's documentation uses, with its legacy GPT.
 OLD = "cb995d5"
-
-_COMMON = (
-    "--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 1000 --lr-warmup-iters 2 "
-    "--weight-decay 0.01 --clip-grad 1.0 --bf16 --vocab-size 8000 "
-    "--tokenizer-type NullTokenizer --mock-data --split 99,1,0 --num-workers 0 "
-    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-    "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
-    "--no-bias-dropout-fusion --log-interval 1 --eval-interval 100000 --eval-iters 0 "
-    "--distributed-timeout-minutes 3"
-).split()
-#: Arguments that cb995d5 does not have.
-_NEWER = ("--no-rope-fusion", "--attention-backend", "unfused")
 
 
 class UnavailableError(Exception):
@@ -61,8 +47,6 @@ class System:
     """True if the system skips a save while it writes the last one."""
     hangs_with: str | None = None
     """Output of a run that hangs and may be run once more."""
-    timeout_s: float | None = None
-    """Time limit of each of its jobs, if shorter than that of all systems."""
     package: str | None = None
     """Module that the system needs in addition to Megatron."""
     flag: str | None = None
@@ -125,13 +109,6 @@ GPU_ONLY = (
         flag=_SHM,
     ),
 )
-#: Double of a system that hangs, and whose processes evade signals to the rank.
-HANGING = System(
-    "hangs",
-    "a peer that hangs",
-    runner=(sys.executable, "-m", "benchmarks.train.hanging"),
-    timeout_s=15.0,
-)
 
 
 def chosen(systems: Sequence[System], names: Sequence[str] | None) -> list[System]:
@@ -150,36 +127,33 @@ def available(systems: Sequence[System]) -> tuple[list[System], dict[str, str]]:
 def _lacking(system: System) -> str | None:
     if system.package and importlib.util.find_spec(system.package) is None:
         return f"{system.package} is not installed"
-    if system.flag and system.flag not in _flags_of_megatron():
+    if system.flag and not _is_known(system.flag):
         return f"the installed Megatron has no {system.flag}"
     return None
 
 
-@functools.cache
-def _flags_of_megatron() -> set[str]:
-    """Return the flags of the installed Megatron, which it derives in part from field names."""
+def _is_known(flag: str) -> bool:
+    """Return whether the installed Megatron has a flag, which it may derive from a field's name."""
     spec = importlib.util.find_spec("megatron.training")
-    flags = set()
-    for directory in (spec and spec.submodule_search_locations) or ():
-        for file in (Path(directory, "arguments.py"), *Path(directory, "config").glob("*.py")):
-            text = file.read_text()
-            flags |= set(re.findall(r"--[a-z][a-z0-9-]+", text))
-            flags |= {
-                f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+):", text, re.M)
-            }
-    return flags
+    spelled = (flag, f"    {flag[2:].replace('-', '_')}:")
+    texts = (
+        file.read_text()
+        for directory in (spec and spec.submodule_search_locations) or ()
+        for file in Path(directory).rglob("*.py")
+    )
+    return any(name in text for text in texts for name in spelled)
 
 
 def _flags(size: str, *, distributed: bool) -> tuple[str, ...]:
     optimizer = ("--use-distributed-optimizer",) if distributed else ()
-    return (*_COMMON, *SIZES[size].model, *optimizer)
+    return (*COMMON, *SIZES[size].model, *optimizer)
 
 
 def installed(size: str, *, distributed: bool = True) -> Megatron:
     """Return the Megatron of this environment, on CPU ranks."""
     return Megatron(
         script=REPO / "scripts/pretrain_gpt_tiny.py",
-        flags=(*_flags(size, distributed=distributed), *_NEWER),
+        flags=(*_flags(size, distributed=distributed), *NEWER),
         env=environment(on_cpu=True),
         cwd=REPO,
     )
@@ -191,10 +165,9 @@ def on_gpu(size: Size, *, on_cpu: bool) -> Megatron:
     Args:
         on_cpu: the rank runs on a CPU, to test the study.
     """
-    flags = "--use-distributed-optimizer --swiglu --deterministic-mode --lr 1e-4 --min-lr 1e-5"
     return Megatron(
         script=REPO / "scripts/pretrain_gpt_tiny.py",
-        flags=(*_COMMON, *_NEWER, *flags.split(), *size.model),
+        flags=(*ON_GPU, *size.model),
         env=environment_of_one_rank(on_cpu=on_cpu),
         cwd=REPO,
         ranks=1,

@@ -22,7 +22,7 @@ from typing import Any
 
 from tools.gpu_check import process, table
 from tools.gpu_check.about import about
-from tools.gpu_check.forkserver import ENVIRONMENT, forkserver
+from tools.gpu_check.forkserver import ENVIRONMENT, ROOT, forkserver
 from tools.gpu_check.sections import Section
 
 #: Seconds without which a section is not started.
@@ -34,11 +34,13 @@ _SIMULATED_FACTOR = 5.0
 #: Sections that run side by side have so many cores each.
 _CORES_PER_SECTION = 4
 #: Modules that most sections import, in addition to their own ones.
-_IMPORTED = ("megatron.training.training", "tests.simulated_gpu", "scripts.pretrain_gpt_tiny")
+_IMPORTED = (
+    *("megatron.training.training", "tests.simulated_gpu", "scripts.pretrain_gpt_tiny"),
+    "tools.gpu_check.doomed_rank",
+)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the sections that the arguments name; return the exit status."""
     given = _parser().parse_args(arguments)
     wanted = [
         section
@@ -47,6 +49,10 @@ def main(arguments: list[str]) -> int:
     ]
     run = Run(given, time.monotonic() + given.budget - _RESERVE_S)
     os.environ.update(ENVIRONMENT)
+    for name in [name for name in os.environ if name.startswith("FLASHCKPT_")]:
+        del os.environ[name]  # no settings come from outside
+    path = (str(ROOT), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     started = time.monotonic()
     modules = _imported(given.package, wanted)
     with forkserver(modules, dict(os.environ)) as (found, kill_all):
@@ -61,7 +67,7 @@ def main(arguments: list[str]) -> int:
                     kill_all()  # then the threads of the pool tidy up and end
                     raise
     run.results.sort(key=lambda result: wanted.index(result[0]))
-    print(f"\n{table.facts(run.results)}\n\n{table.summary(run.about, run.results)}")
+    print(f"\n{table.summary(run.about, run.results)}")
     return int(any(outcome.failed for _, outcome in run.results))
 
 
@@ -113,12 +119,8 @@ def _imported(package: str, wanted: list[Section]) -> list[str]:
     """Return the modules that the processes of these sections of a package import."""
     if all(section.gpus == 0 for section in wanted):
         return []
-    children = Path(__file__).with_name("children").glob("[a-z]*.py")
-    programs = [
-        *dict.fromkeys(f"{package}.{section.name}" for section in wanted),
-        *(f"tools.gpu_check.children.{path.stem}" for path in children),
-    ]
-    return ["torch", *_IMPORTED, *programs]
+    sections = (f"{package}.{section.name}" for section in wanted)
+    return ["torch", *_IMPORTED, *dict.fromkeys(sections)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -10,7 +11,6 @@ import resource
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from tools.gpu_check.forkserver import ROOT
@@ -68,7 +68,9 @@ def _output(command: list[str]) -> str:
 
 
 def _version(name: str) -> str:
-    return _text(lambda: f"{name} {importlib.metadata.version(name)}")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"{name} {importlib.metadata.version(name)}"
+    return ""
 
 
 def _source_version() -> str:
@@ -78,11 +80,4 @@ def _source_version() -> str:
 
 
 def _contents(path: Path) -> str:
-    return _text(lambda: path.read_text().strip()) or "no such file"
-
-
-def _text(read: Callable[[], str]) -> str:
-    try:
-        return read()
-    except (OSError, importlib.metadata.PackageNotFoundError):
-        return ""
+    return path.read_text().strip() if path.exists() else "no such file"

@@ -4,9 +4,10 @@ The imports take 8 to 20 seconds on a machine with a GPU, and a fork of a proces
 takes milliseconds. A process that has started CUDA must not fork, so the server never calls CUDA.
 If an import has done so, the server starts new interpreters instead of forks.
 
-A client connects to the server's socket and sends one line of JSON. The server answers with the id
-of the new process, and with its exit status when it has ended. When the client disconnects or dies,
-the server kills the process, so no process outlives the one that has asked for it.
+A client connects to the server's socket and sends one line of JSON. The server forks a keeper,
+which forks the process, and answers with its id, and with its exit status when it has ended. When
+the client disconnects or dies, the keeper kills the process, so no process outlives the one that
+has asked for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import importlib
 import json
 import os
 import select
-import selectors
 import signal
 import socket
 import subprocess
@@ -81,7 +81,6 @@ class Process:
         """Exit status as of `subprocess`; None while the process was not seen to end."""
 
     def poll(self) -> int | None:
-        """Return the exit status; None while the process runs."""
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -166,7 +165,15 @@ def main(arguments: list[str]) -> Callable[[], None]:
         listener.bind(path)
         listener.listen(64)
         print(json.dumps(found), flush=True)
-        return _Server(listener).serve()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+        while True:
+            if sys.stdin in select.select([sys.stdin, listener], [], [])[0]:
+                os._exit(0)  # the keepers see it, too
+            client, _ = listener.accept()
+            with client:
+                if os.fork() == 0:
+                    listener.close()
+                    return _keep(client)
 
 
 def _has_started_cuda() -> bool:
@@ -182,73 +189,25 @@ def _has_started_cuda() -> bool:
     return bool(status != _CUDA_ERROR_NOT_INITIALIZED)
 
 
-class _Server:
-    """Event loop over the listener, the clients, and the running processes."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(sys.stdin.buffer.raw, selectors.EVENT_READ, self._end)
-        self._selector.register(listener, selectors.EVENT_READ, self._start)
-        self._running: dict[int, tuple[int, socket.socket]] = {}
-        """Process descriptor and client, by process id."""
-
-    def serve(self) -> Callable[[], None]:
-        while True:
-            for key, _ in self._selector.select():
-                if (program := key.data()) is not None:
-                    return program
-
-    def _end(self) -> None:
-        for pid in self._running:
-            os.killpg(pid, signal.SIGKILL)
-        os._exit(0)
-
-    def _start(self) -> Callable[[], None] | None:
-        client, _ = self._listener.accept()
-        with client.makefile() as lines:
-            request = json.loads(lines.readline())
-        pid = os.fork()
-        if pid == 0:
-            self._close(client)
-            return _program(request)
-        with contextlib.suppress(PermissionError):  # both processes do it, so it is done at once
-            os.setpgid(pid, pid)
-        descriptor = os.pidfd_open(pid)
-        self._running[pid] = descriptor, client
-        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(pid))
-        self._selector.register(client, selectors.EVENT_READ, lambda: self._left(pid))
-        self._answer(client, pid)
-        return None
-
-    def _ended(self, pid: int) -> None:
-        _, status = os.waitpid(pid, 0)
-        descriptor, client = self._running.pop(pid)
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(client)
-        self._answer(client, os.waitstatus_to_exitcode(status))
+def _keep(client: socket.socket) -> Callable[[], None]:
+    """Fork the process of a client's request, await its end or the client's; return in it only."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with client.makefile() as lines:
+        request = json.loads(lines.readline())
+    if (pid := os.fork()) == 0:
         client.close()
-
-    def _left(self, pid: int) -> None:
-        if pid in self._running:  # it may have ended in the same turn of the loop
-            self._selector.unregister(self._running[pid][1])
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-
-    def _answer(self, client: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):  # the client has disconnected
-            client.sendall(f"{number}\n".encode())
-
-    def _close(self, client: socket.socket) -> None:
-        """Close the server's descriptors in a forked process."""
-        self._selector.close()
-        self._listener.close()
-        client.close()
-        for descriptor, other in self._running.values():
-            os.close(descriptor)
-            other.close()
+        return _program(request)
+    with contextlib.suppress(PermissionError):  # both processes do it, so it is done at once
+        os.setpgid(pid, pid)
+    with contextlib.suppress(OSError):  # the client has disconnected
+        client.sendall(f"{pid}\n".encode())
+    descriptor = os.pidfd_open(pid)
+    if descriptor not in select.select([descriptor, client, sys.stdin], [], [])[0]:
+        os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
 
 
 def _program(request: dict[str, Any]) -> Callable[[], None]:

@@ -6,9 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.save import stager as stager_module
 from megatron_flashckpt.save.stager import Stager
 from tests.simulated_gpu import Node
 
@@ -24,18 +27,12 @@ _CLOCK_HZ = 1.7e9
 
 
 def seconds_left() -> float:
-    """Return the seconds that are left to this section."""
     return deadline - time.monotonic()
 
 
 def pick(on_gpu: T, simulated: T) -> T:
     """Return `on_gpu` on a GPU, and `simulated` (usually a smaller size) on the simulated node."""
     return on_gpu if simulated_node is None else simulated
-
-
-def gpus() -> int:
-    """Return the number of real GPUs."""
-    return torch.cuda.device_count() if simulated_node is None else 0
 
 
 def keep_busy(seconds: float) -> None:
@@ -46,8 +43,24 @@ def keep_busy(seconds: float) -> None:
         simulated_node.current_stream().enqueue(lambda: time.sleep(seconds))
 
 
+@contextlib.contextmanager
+def staging(slots: int, nbytes: int, *, part_nbytes: int) -> Iterator[tuple[Slab, Stager]]:
+    """Yield a populated slab, whose slots hold `nbytes` each, and its stager.
+
+    Args:
+        part_nbytes: size of the parts of a copy on the simulated node.
+    """
+    part = pick(stager_module.PART_NBYTES, part_nbytes)
+    with mock.patch.object(stager_module, "PART_NBYTES", part):
+        slab, stager = Slab.create(slots, 4096, nbytes, "gpu-check"), Stager()
+        slab.populate()
+        stager.use(slab, device=torch.cuda.current_device())
+        yield slab, stager
+        stager.close()
+        slab.close()
+
+
 def is_copying(stager: Stager) -> bool:
-    """Return whether copies of a save are under way."""
     job = stager._current
     return job is not None and not job.copied.is_set()
 

@@ -3,7 +3,6 @@
 Environment:
     SCHEDULE  JSON object:
         saves     kind of the save after an iteration, "memory" or "storage", by iteration
-        variants  name of the variant (`variants.py`) from an iteration on, by iteration
         digests   iterations after which all tensors of model and optimizer are digested
         kill      before this iteration, the process kills itself with SIGKILL
     TRACE     file that gets one JSON line for each event
@@ -15,7 +14,6 @@ follows it, with the work of the training loop around that save.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -37,11 +35,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Schedule:
-    """Carries out the schedule before each iteration."""
-
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
-        self._variant = contextlib.ExitStack()
         self._digest: Digest | None = None
 
     def before(self, iteration: int, model: list[Any], optimizer: Any) -> None:
@@ -55,8 +50,6 @@ class Schedule:
         if iteration >= self._given["kill"]:
             trace("killed", copying=is_copying(get_args().save))
             os.kill(os.getpid(), signal.SIGKILL)
-        if (name := self._given["variants"].get(str(iteration))) is not None:
-            self._use(name)
         save = self._given["saves"].get(str(iteration))
         # Megatron's loop reads both arguments after every iteration.
         get_args().save_interval = 1 if save == "storage" else None
@@ -65,16 +58,8 @@ class Schedule:
         memory = {"gpu_nbytes": total - free, "host_nbytes": available_nbytes()}
         trace("begin", iteration=iteration, **memory)
 
-    def _use(self, name: str) -> None:
-        from tools.gpu_check.variants import VARIANTS
-
-        self._variant.close()
-        (variant,) = [variant for variant in VARIANTS if variant.name == name]
-        self._variant.enter_context(variant.applied())
-
 
 def trace(event: str, **fields: Any) -> None:
-    """Append one line to the trace."""
     with open(os.environ["TRACE"], "a") as file:
         print(json.dumps({"event": event, "time": time.perf_counter(), **fields}), file=file)
 

@@ -15,15 +15,30 @@ from tools.gpu_check.forkserver import ROOT, Process
 from tools.gpu_check.report import Report
 
 _SCRIPT = ROOT / "tools/gpu_check/megatron_job.py"
-_MODEL = (
-    "--lr 1e-4 --min-lr 1e-5 --lr-decay-iters 1000 --lr-warmup-iters 2 --weight-decay 0.01 "
-    "--clip-grad 1.0 --train-iters 1000 --bf16 --use-distributed-optimizer --swiglu "
-    "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --transformer-impl local "
-    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
-    "--attention-backend unfused --deterministic-mode --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0"
+#: Arguments of every job, here and in `benchmarks.train`.
+COMMON = (
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-iters 1000 --lr-warmup-iters 2 "
+    "--weight-decay 0.01 --clip-grad 1.0 --bf16 --vocab-size 8000 "
+    "--tokenizer-type NullTokenizer --mock-data --split 99,1,0 --num-workers 0 "
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+    "--no-bias-dropout-fusion --log-interval 1 --eval-interval 100000 --eval-iters 0 "
+    "--distributed-timeout-minutes 3"
 ).split()
+#: Arguments that old releases do not have.
+NEWER = ("--no-rope-fusion", "--attention-backend", "unfused")
+ON_GPU = (
+    *(*COMMON, *NEWER, "--use-distributed-optimizer", "--swiglu", "--deterministic-mode"),
+    *("--lr", "1e-4", "--min-lr", "1e-5"),
+)
+_SHAPE = (
+    "--num-layers 20 --seq-length 1024 --max-position-embeddings 1024 --num-attention-heads 16 "
+)
+#: Arguments of models by their size; the batches are missing.
+MODELS = {
+    "0.4b": _SHAPE + "--hidden-size 1280 --ffn-hidden-size 3456 --vocab-size 32000",
+    "1.3b": _SHAPE + "--hidden-size 2048 --ffn-hidden-size 5632 --vocab-size 128000",
+}
 #: Variables of the only rank, which needs no torchrun, whose start takes seconds.
 ONE_RANK = {
     "RANK": "0",
@@ -51,7 +66,6 @@ class Run:
         *,
         kill: int,
         saves: dict[int, str] | None = None,
-        variants: dict[int, str] | None = None,
         digests: tuple[int, ...] = (),
         ours: bool = True,
         **environment: str,
@@ -61,16 +75,15 @@ class Run:
         Args:
             where: directory of the files and, under `ours`, of the checkpoints.
             size: arguments of the model's size and batch.
-            saves, variants, digests, kill: see `megatron_job.py`.
+            saves, digests, kill: see `megatron_job.py`.
             ours: False: Megatron's own training, without the package and without saves.
             environment: additional variables.
         """
         self.name = name
         self._where = where
-        self._arguments = [*_MODEL, *size.split()]
+        self._arguments = [*ON_GPU, "--train-iters", "1000", *size.split()]
         self._ours = ours
-        self._schedule = {"saves": saves or {}, "variants": variants or {}}
-        self._schedule |= {"digests": digests, "kill": kill}
+        self._schedule = {"saves": saves or {}, "digests": digests, "kill": kill}
         self._environment = environment
         self._trace, self._losses, self._log = (
             where / f"{name}.{kind}" for kind in ("trace", "losses", "log")
@@ -120,7 +133,7 @@ class Run:
             "TRACE": str(self._trace),
             "LOSS_LOG": str(self._losses),
             "FLASHCKPT_RUNTIME_DIR": str(self._where / "run"),
-            "FLASHCKPT_AGENT__GRACE_S": "120",
+            "FLASHCKPT_AGENT__GRACE_S": "600",  # a busy machine takes minutes to start a job
             "FLASHCKPT_AGENT__KEEP_UNWRITTEN_S": "0",  # no agent outlives its test
             **self._environment,
         }
@@ -132,7 +145,6 @@ class Run:
         return self.log()[-1500:]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the traced events with one name, in order."""
         lines = self._trace.read_text().splitlines() if self._trace.exists() else []
         events = [json.loads(line) for line in lines]
         return [event for event in events if event["event"] == name]

@@ -1,4 +1,4 @@
-"""Process of one section, with everything that it starts."""
+"""Processes of sections and of the programs that they start, and their reports."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check.forkserver import ROOT, Process
-from tools.gpu_check.report import MUST, SKIP, Report
+from tools.gpu_check.forkserver import Process
+from tools.gpu_check.report import FIGURE, MUST, SKIP, Report
 from tools.gpu_check.sections import Section
 
 #: Seconds that a killed process may take to end; inside the GPU's driver it takes seconds.
@@ -27,8 +27,6 @@ Line = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a section."""
-
     lines: list[Line]
     """Lines that the section reported and the driver added."""
     seconds: float
@@ -51,43 +49,116 @@ class Outcome:
 
 
 def not_run(section: Section, why: str) -> Outcome:
-    """Return the result of a section that is not started."""
     line = {"section": section.label, "kind": SKIP, "what": "all of it", "ok": None, "value": None}
     return Outcome([{**line, "unit": None, "detail": why}], 0.0)
+
+
+class Child:
+    """Process of a section or of a program that a section starts, and its report."""
+
+    def __init__(
+        self,
+        module: str,
+        where: Path,
+        environment: Mapping[str, str],
+        *,
+        label: str = "-",
+        limit_s: float = float("inf"),
+        gpus: int = 1,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            module: see `section.main`.
+            where: directory for the files of the process; becomes the variable WHERE.
+            environment: additional environment variables.
+            label, limit_s, gpus: see `section.main`.
+        """
+        where.mkdir(exist_ok=True)
+        self.report = where / f"report-{time.monotonic_ns()}"
+        self.report.touch()
+        self._output = self.report.with_suffix(".out")
+        self._output.touch()
+        self.process = Process(
+            "tools.gpu_check.section",
+            [module, label, str(self.report), str(limit_s), str(gpus)],
+            {**os.environ, "WHERE": str(where), **environment},
+            self._output,
+        )
+        self.ended_at: float | None = None
+        """Time at which the end was noticed, on the monotonic clock."""
+
+    @property
+    def status(self) -> int | None:
+        """Exit status as of `subprocess`; None while the process runs."""
+        return self.process.returncode
+
+    def look(self, within_s: float = 0.0) -> bool:
+        """Return whether the process ends within some seconds; record the time of the end."""
+        if self.ended_at is None and self.process.wait(within_s) is not None:
+            self.ended_at = time.monotonic()
+        return self.ended_at is not None
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self._output.read_text(errors="replace").splitlines()[-_TAIL:])
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the complete lines of the report; a process may be killed while it writes."""
+        for line in self.report.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+
+    def value(self, what: str) -> float | None:
+        """Return the figure with the name `what`; None if it was not reported."""
+        return next((line["value"] for line in self.lines() if line["what"] == what), None)
+
+    def seconds_since(self, what: str) -> float | None:
+        """Return the time from the moment in the figure `what` to the end; None if unknown."""
+        moment = self.value(what)
+        return None if moment is None or self.ended_at is None else self.ended_at - moment
+
+    def pass_on(self, report: Report, *, figures: bool = False) -> None:
+        """Report the rules, notes and skips of the process, and with `figures` its figures."""
+        for line in self.lines():
+            if figures or line["kind"] != FIGURE:
+                report.add(line)
+
+
+def wait(children: list[Child], within_s: float) -> None:
+    """Wait until all processes have ended; kill those that still run after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not all(child.look() for child in children) and time.monotonic() < deadline:
+        for child in children:
+            child.look(0.005)
+    for child in children:
+        child.process.kill()
+        child.look()
 
 
 def run(section: Section, package: str, limit_s: float) -> Outcome:
     """Run `section`; kill it and all its children after `limit_s`."""
     # Short: the path of an agent's socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="gc-", ignore_cleanup_errors=True) as where:
-        to, output = Path(where, "report"), Path(where, "output")
-        to.touch()
         started = time.monotonic()
-        arguments = [f"{package}.{section.name}", section.label, str(to), str(limit_s)]
-        process = Process(
-            "tools.gpu_check.section",
-            [*arguments, str(section.gpus)],
-            _environment(section, where),
-            output,
+        child = Child(
+            f"{package}.{section.name}",
+            Path(where),
+            {"TMPDIR": where, **dict(section.environ)},
+            label=section.label,
+            limit_s=limit_s,
+            gpus=section.gpus,
         )
         try:
-            status = process.wait(limit_s)
+            child.look(limit_s)
         finally:
-            left = _end(process, where)
+            status = child.status
+            left = _end(child.process, where)
         seconds = time.monotonic() - started
-        with to.open("a") as stream:
+        with child.report.open("a") as stream:
             stream.write("\n")  # ends a line that the killed process has not completed
             _add(Report(section.label, stream), section, status, limit_s, left)
-        lines = list(_whole_lines(to))
-        tail = output.read_text(errors="replace").splitlines()[-_TAIL:] if status != 0 else []
-        return Outcome(lines, seconds, "\n".join(tail))
-
-
-def _environment(section: Section, where: str) -> dict[str, str]:
-    """Return the driver's environment without settings of the package."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT_")}
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**kept, "PYTHONPATH": path, "TMPDIR": where, **dict(section.environ)}
+        return Outcome(list(child.lines()), seconds, child.output if status != 0 else "")
 
 
 def _end(process: Process, where: str) -> list[int]:
@@ -129,10 +200,3 @@ def _add(
         report.must("runs to its end", False, f"exit status {status}")
     if left:
         report.note("processes that it left running and that were killed", str(len(left)))
-
-
-def _whole_lines(file: Path) -> Iterator[Line]:
-    """Yield the complete lines of a report; a process may be killed while it writes."""
-    for line in file.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)

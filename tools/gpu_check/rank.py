@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,15 +17,18 @@ from megatron_flashckpt.catalog.stored_checkpoint import open_checkpoint
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.load.slot_chunks import OfferedSlot
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
+from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.opening import open_store
 from tests.support.stored import read_all
 from tests.support.trainer import config_of, end_agents
+from tools.gpu_check.report import Report
 
 
 class Node:
@@ -50,6 +54,21 @@ class Node:
         read_all(checkpoint, plan, rank.pieces, Targets(rank.pieces, read), threads=4)
         return read
 
+    def check_save(
+        self, report: Report, rank: Rank, iteration: int, meanwhile: Callable[[], None]
+    ) -> None:
+        """Save, call `meanwhile`, change the tensors as a step does; compare what is stored."""
+        expected = [tensor.cpu() for tensor in rank.tensors]
+        rank.save(iteration)
+        meanwhile()
+        rank.before_step()
+        for tensor in rank.tensors:
+            tensor.add_(1.0)
+        errors = rank.wait()
+        report.must(f"save {iteration} is committed", not errors, "; ".join(errors))
+        same = not errors and all(map(torch.equal, self.stored(rank, iteration), expected))
+        report.must(f"save {iteration} holds the bytes of its step", same)
+
     def close(self) -> None:
         for rank in self._ranks:
             rank.close()
@@ -63,8 +82,6 @@ def request(iteration: int, *, memory_only: bool = False) -> SaveRequest:
 
 
 class Rank:
-    """Rank that saves given tensors."""
-
     def __init__(self, checkpointer: Checkpointer, tensors: list[torch.Tensor]) -> None:
         self.checkpointer = checkpointer
         self.tensors = tensors
@@ -124,3 +141,48 @@ def node() -> Iterator[Node]:
             yield made
         finally:
             made.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldSlots:
+    states: list[str]
+    values: dict[int, list[float]]
+    """Smallest and largest element of each tensor, by the iteration of an offered save."""
+
+    def is_whole(self, iteration: int) -> bool:
+        """Return whether the save is offered, and all its elements equal its iteration."""
+        values = self.values.get(iteration)
+        return values is not None and set(values) == {float(iteration)}
+
+    def __str__(self) -> str:
+        by_iteration = {iteration: sorted(set(values)) for iteration, values in self.values.items()}
+        return f"slots {', '.join(self.states)}; offered: {by_iteration}"
+
+
+def held(node: Node) -> HeldSlots:
+    """Return the slots of rank 0 in the agent of `node`; the rank's process has ended."""
+    rank = node.rank([])
+    slab, offers = rank.checkpointer.link.take_slab()
+    if slab is None:
+        return HeldSlots([], {})
+    values: dict[int, list[float]] = {}
+    for offer in offers:
+        slot = OfferedSlot(slab, offer, 0)
+        values[offer.iteration] = []
+        for item in slot.meta.template.items:
+            if item.kind == MASTER:
+                end = item.byte_offset + 4 * item.numel
+                low, high = slot.data[item.byte_offset : end].view(torch.float32).aminmax()
+                values[offer.iteration] += [float(low), float(high)]
+    states = [SlotState(slot.header.state).name for slot in slab.slots]
+    rank.close()
+    return HeldSlots(states, values)
+
+
+def held_in(where: Path) -> HeldSlots:
+    """Return the slots in the agent of a child that ran in `where`, and end that agent."""
+    node = Node(where)
+    try:
+        return held(node)
+    finally:
+        node.close()

@@ -46,7 +46,6 @@ class Report:
         self._write(kind, what, value=float(value), unit=unit, detail=detail)
 
     def note(self, what: str, text: str) -> None:
-        """Report a fact as text."""
         self._write(NOTE, what, detail=text)
 
     def skip(self, what: str, why: str) -> None:

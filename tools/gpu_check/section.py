@@ -23,10 +23,12 @@ def main(arguments: list[str]) -> None:
 
     Args:
         arguments: the section's module, its name in the report, the file for the report's lines,
-            the seconds after which this process is killed, and the number of GPUs.
+            the seconds after which this process is killed, and the number of GPUs. A program that a
+            section starts is named MODULE or MODULE:FUNCTION.
     """
     module, label, to, seconds, gpus = arguments
-    run = importlib.import_module(module).run
+    name, _, function = module.partition(":")
+    run = getattr(importlib.import_module(name), function or "run")
     with _device(float(seconds), int(gpus)), open(to, "a") as stream:
         run(Report(label, stream))
 

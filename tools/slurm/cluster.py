@@ -87,8 +87,6 @@ def why_no_cgroups() -> str | None:
 
 
 class Cluster:
-    """Two nodes and a controller."""
-
     def __init__(self, directory: Path, proctrack: Proctrack) -> None:
         self.directory = directory
         self.runtime_dir = directory / "run"
@@ -138,10 +136,7 @@ class Cluster:
 
     def lose_node(self, node: str) -> None:
         """Kill slurmd and all processes of a node at once."""
-        for _ in range(3):  # repeated for processes that were forked meanwhile
-            for pid in self._pids(node):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        self._kill(node)
         self._daemons.pop(node).wait()
 
     def inside(self, host: str, *command: str) -> list[str]:
@@ -184,10 +179,7 @@ class Cluster:
     def stop(self) -> None:
         """End all daemons and jobs, and remove the namespaces and control groups."""
         for host in (*NODES, _CONTROLLER):
-            for _ in range(3):
-                for pid in self._pids(host):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            self._kill(host)
         for daemon in self._daemons.values():
             daemon.kill()
             daemon.wait()
@@ -239,11 +231,13 @@ class Cluster:
             assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}\n{self.log()}"
             time.sleep(0.1)
 
-    def _pids(self, host: str) -> list[int]:
-        done = subprocess.run(
-            ["ip", "netns", "pids", f"{self._prefix}-{host}"], capture_output=True, text=True
-        )
-        return [int(pid) for pid in done.stdout.split()]
+    def _kill(self, host: str) -> None:
+        command = ["ip", "netns", "pids", f"{self._prefix}-{host}"]
+        for _ in range(3):  # repeated for processes that were forked meanwhile
+            done = subprocess.run(command, capture_output=True, text=True)
+            for pid in map(int, done.stdout.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -70,13 +70,10 @@ class Job:
 
     def ended(self) -> dict[str, str]:
         """Wait until the job has ended; return its fields."""
-        facts = self.until("the end of the job", self._ended)
+        self.until("the end of the job", lambda: self.facts()["JobState"] in ENDED)
+        facts = self.facts()
         print(f"job {self.number}: {facts['JobState']}, {facts['RunTime']}, {facts['ExitCode']}")
         return facts
-
-    def _ended(self) -> dict[str, str] | None:
-        facts = self.facts()
-        return facts if facts["JobState"] in ENDED else None
 
     def until(self, what: str, probe: Any) -> Any:
         """Return the first true value of `probe`; poll rarely, as each poll starts processes."""

@@ -12,8 +12,6 @@ import os
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Section to run as a process."""
-
     name: str
     """Module in the package of sections."""
     label: str
@@ -24,7 +22,6 @@ class Section:
     gpus: int = 1
     """Number of GPUs that the section needs; a section of one GPU also runs on a simulated node."""
     megatron: bool = True
-    """True if the section imports Megatron."""
     alone: bool = False
     """True if the section measures times, so no other section may run beside it."""
     environ: tuple[tuple[str, str], ...] = ()
@@ -64,7 +61,7 @@ SECTIONS = (
     Section("capture", "G", "graph captures", 45),
     _DEVICES,
     Section("nccl", "N", "collectives over NCCL and gloo", 40, megatron=False),
-    Section("refusals", "F", "refusals, capturable optimizers", 30),
+    Section("settings", "F", "settings that a captured step reads", 30),
     Section("rng", "R", "random generators", 30),
     Section("pinning", "P", "page-locking", 40, megatron=False, alone=True),
     _on_the_second_device(_TORN),

@@ -7,13 +7,11 @@ import itertools
 import random
 import statistics
 import time
-from unittest import mock
 
 import torch
 
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.save import stager as stager_module
 from megatron_flashckpt.save.stager import Stager
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
@@ -28,11 +26,11 @@ _KEPT = 0.8
 
 def run(report: Report) -> None:
     """Stage 8 GiB in 300, 2,000 and 20,000 tensors, with and without page-locked slots."""
-    part = machine.pick(stager_module.PART_NBYTES, 1 << 18)
-    with mock.patch.object(stager_module, "PART_NBYTES", part):
-        if machine.simulated_node is not None:
-            machine.simulated_node.d2h_bytes_per_s = _SIMULATED_RATE
-        bench = Bench(machine.pick((8 << 30) - 4096, 8 << 20))
+    if machine.simulated_node is not None:
+        machine.simulated_node.d2h_bytes_per_s = _SIMULATED_RATE
+    nbytes = machine.pick((8 << 30) - 4096, 8 << 20)
+    with machine.staging(1, nbytes, part_nbytes=1 << 18) as (slab, stager):
+        bench = Bench(nbytes, slab, stager)
         counts = machine.pick((300, 2_000, 20_000), (30, 200))
         bench.measure(report, counts[0], "not page-locked")
         bench.pin(report)
@@ -40,7 +38,6 @@ def run(report: Report) -> None:
             bench.measure(report, count, "page-locked")
         if machine.simulated_node is None:
             bench.report_product(report)
-        bench.close()
 
 
 @dataclasses.dataclass
@@ -58,14 +55,11 @@ class Times:
 class Bench:
     """Slab, stager and one buffer on the GPU, which is divided into tensors."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, slab: Slab, stager: Stager) -> None:
         self.nbytes = nbytes
+        self._slab, self._stager = slab, stager
         self.source = torch.arange(nbytes // 4, dtype=torch.int32, device="cuda")
         self._number = torch.zeros(1, device="cuda")
-        self._slab = Slab.create(1, 4096, nbytes, "copies")
-        self._slab.populate()
-        self._stager = Stager()
-        self._stager.use(self._slab, device=torch.cuda.current_device())
 
     def pin(self, report: Report) -> None:
         started = time.perf_counter()
@@ -140,7 +134,6 @@ class Bench:
             )
 
     def _is_equal(self) -> bool:
-        """Return whether the slot holds the buffer, byte for byte."""
         begin = self._slab.slots[0].data_offset
         slot = torch.frombuffer(self._slab.memory[begin : begin + self.nbytes], dtype=torch.int32)
         numel = min(_CHUNK_NBYTES // 4, slot.numel())
@@ -180,7 +173,3 @@ class Bench:
             during_copies > _KEPT * alone,
             f"{during_copies / alone:.1%}",
         )
-
-    def close(self) -> None:
-        self._stager.close()
-        self._slab.close()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.support.trainer import end_agents
 from tools.gpu_check import machine
-from tools.gpu_check.child import Child, wait
-from tools.gpu_check.held import held_in
+from tools.gpu_check.process import Child, wait
+from tools.gpu_check.rank import held_in
 from tools.gpu_check.report import Report
 
 
@@ -39,8 +39,6 @@ _CONTROL = Scenario("control", None, None)
 _ROUNDS = (
     (
         _KILLED,
-        Scenario("SIGTERM", -signal.SIGTERM),
-        Scenario("planned", whole=None),
         Scenario("broken before a save", None),
         _BREAKS,
         Scenario("broken at exit", None, whole=2),
@@ -82,7 +80,9 @@ def _place(where: Path, scenario: Scenario) -> Path:
 
 def _start(where: Path, scenario: Scenario) -> Child:
     place = _place(where, scenario)
-    return Child("doomed_rank", place, SCENARIO=scenario.name, GIB=str(_GIB))
+    return Child(
+        "tools.gpu_check.doomed_rank", place, {"SCENARIO": scenario.name, "GIB": str(_GIB)}
+    )
 
 
 def _report_end(report: Report, scenario: Scenario, child: Child, limit: float) -> None:

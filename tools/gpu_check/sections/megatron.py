@@ -1,10 +1,10 @@
 """Real Megatron: training lost per save, and restarts after a SIGKILL in the middle of copies.
 
 There are four jobs of one rank. The job "without" trains without the package. The job "first"
-trains the same iterations with saves: blocks of every variant in turn, then a save after every
-iteration. It saves to storage, trains on, starts another save and is killed during its copies. The
-job "memory" resumes from memory; the job "storage" resumes from storage after the agent has ended.
-Both must repeat the losses and all tensors of the job "first".
+trains the same iterations with saves: blocks with and without a save in turn, then a save after
+every iteration. It saves to storage, trains on, starts another save and is killed during its
+copies. The job "memory" resumes from memory; the job "storage" resumes from storage after the agent
+has ended. Both must repeat the losses and all tensors of the job "first".
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import torch
 from megatron_flashckpt.memory.host_memory import available_nbytes
 from tests.support.trainer import end_agents
 from tools.gpu_check import machine
-from tools.gpu_check.megatron_run import Run
+from tools.gpu_check.megatron_run import MODELS, Run
 from tools.gpu_check.report import Report
-from tools.gpu_check.variants import SHIPPED, VARIANTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,21 +37,11 @@ class Size:
     disk: float
 
 
-_SEQUENCE = "--seq-length 1024 --max-position-embeddings 1024 --num-attention-heads 16 "
+_BATCH = " --micro-batch-size 4 --global-batch-size 8"
 #: The largest one that fits is trained.
 _SIZES = (
-    Size(
-        "1.3 B parameters, 16.9 GiB per save",
-        "--num-layers 20 --hidden-size 2048 --ffn-hidden-size 5632 --vocab-size 128000 "
-        "--micro-batch-size 4 --global-batch-size 8 " + _SEQUENCE,
-        *(70, 50, 25),
-    ),
-    Size(
-        "0.4 B parameters, 4.7 GiB per save",
-        "--num-layers 20 --hidden-size 1280 --ffn-hidden-size 3456 --vocab-size 32000 "
-        "--micro-batch-size 4 --global-batch-size 8 " + _SEQUENCE,
-        *(22, 16, 8),
-    ),
+    Size("1.3 B parameters, 16.9 GiB per save", MODELS["1.3b"] + _BATCH, 70, 50, 25),
+    Size("0.4 B parameters, 4.7 GiB per save", MODELS["0.4b"] + _BATCH, 22, 16, 8),
 )
 _TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 500 "
@@ -62,6 +51,7 @@ _TINY = (
 _FIRST = 12
 _LENGTH = 5
 _PLAIN = "no save"
+_ONE = "one save"
 _EVERY = "a save after every step"
 #: Seconds that all jobs take with three rounds of blocks, on the slower card.
 _THREE_ROUNDS_S = 115.0
@@ -77,16 +67,16 @@ class Block:
     saved: tuple[int, ...]
 
 
-def blocks(begin: int, rounds: int, kinds: list[str]) -> list[Block]:
-    """Return `rounds` blocks of every kind in turn, then one with a save after every iteration.
+def blocks(begin: int, rounds: int) -> list[Block]:
+    """Return `rounds` blocks of each kind in turn, then one with a save after every iteration.
 
     The last iteration of a block has no save, so the copies of a block's saves end inside it.
     """
     made = []
-    for kind in [*([_PLAIN, *kinds] * rounds), _EVERY]:
+    for kind in [*([_PLAIN, _ONE] * rounds), _EVERY]:
         end = begin + _LENGTH
-        saved = {_PLAIN: (), _EVERY: tuple(range(begin, end - 1))}.get(kind, (begin,))
-        made.append(Block(kind, begin, end, saved))
+        saved = {_PLAIN: (), _ONE: (begin,), _EVERY: tuple(range(begin, end - 1))}
+        made.append(Block(kind, begin, end, saved[kind]))
         begin = end
     return made
 
@@ -121,23 +111,16 @@ def _fits(size: Size) -> bool:
 
 def _run(report: Report, where: Path, size: str) -> None:
     enough = machine.seconds_left() > _THREE_ROUNDS_S
-    turns = blocks(
-        _FIRST + _LENGTH, machine.pick(3 if enough else 1, 1), [v.name for v in VARIANTS]
-    )
+    turns = blocks(_FIRST + _LENGTH, machine.pick(3 if enough else 1, 1))
     kept = turns[-1].end
     last = kept + 3
     saves = dict.fromkeys((_FIRST, last + 1, *(n for b in turns for n in b.saved)), "memory")
     saves[kept] = "storage"
-    changes = {block.begin: block.kind for block in turns if block.kind not in (_PLAIN, _EVERY)}
-    changes |= {_FIRST: SHIPPED.name, turns[-1].begin: SHIPPED.name}
     # Copies of the tiny model on a CPU end at once, so a fault kills that process.
     fault = machine.pick({}, {"FLASHCKPT_FAULT": f"rank0:stage.copied:{len(saves)}"})
     digests = (kept, last)
     without = Run(where, "without", size, kill=2 * _FIRST + 1, ours=False)
-    first = Run(
-        *(where, "first", size),
-        **{"kill": last + 2, "saves": saves, "variants": changes, "digests": digests, **fault},
-    )
+    first = Run(where, "first", size, kill=last + 2, saves=saves, digests=digests, **fault)
     memory, storage = (
         Run(where, source, size, kill=last + 1, digests=digests) for source in ("memory", "storage")
     )
@@ -154,9 +137,6 @@ def _run(report: Report, where: Path, size: str) -> None:
     report.must("the save before the kill becomes durable", _await_tracker(where, kept))
     end_agents(where)
     _resume(report, first, storage, "storage", digests)
-
-
-# ---------------------------------------------------------------------- figures
 
 
 def _report_lost(report: Report, without: Run, first: Run, turns: list[Block]) -> None:
@@ -190,7 +170,7 @@ def _report_lost(report: Report, without: Run, first: Run, turns: list[Block]) -
             what = f"{_LENGTH} iterations with the package and no save: lost"
         listed = " | ".join(map(_listed, spans))
         detail = f"standard error {1000 * error:.0f} ms; {listed}"
-        report.figure(what, 1000 * lost, "ms", detail, headline=kind == SHIPPED.name)
+        report.figure(what, 1000 * lost, "ms", detail, headline=kind == _ONE)
     for staged in re.findall(r"iteration \d+ staged.*", first.log())[:2]:
         report.note("the package's own line", staged)
 
@@ -220,11 +200,7 @@ def _report_memory(report: Report, without: Run, first: Run) -> None:
     )
 
 
-# ---------------------------------------------------------------------- restarts
-
-
 def _resume(report: Report, first: Run, again: Run, source: str, digests: tuple[int, int]) -> None:
-    """Run `again`; compare its losses and tensors with those of `first`."""
     if not again.run(report):
         return
     kept, last = digests

@@ -1,4 +1,4 @@
-"""Page-locking: its time, the kernels that it delays, and undocumented behaviour of CUDA."""
+"""Page-locking: its time, the kernels that it delays, and its errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _S_PER_GIB = 1.0
 
 
 def run(report: Report) -> None:
-    """Check single calls first, because the measurements of times may use all remaining time."""
-    _report_borders(report)
+    """Check errors first, because the measurements of times may use all remaining time."""
     _report_latched_errors(report)
     with _kernels() as waits:
         for gib, huge in machine.pick(_CASES, ((0.01, True),)):
@@ -33,77 +32,21 @@ def run(report: Report) -> None:
             _measure(report, name, int(gib * 2**30), huge, waits)
 
 
-# ---------------------------------------------------------------------- what CUDA does
-
-
-def _report_borders(report: Report) -> None:
-    """Copy across the border of two registrations; report success and asynchrony."""
-    chunk = machine.pick(1 << 30, 1 << 20)
-    slab = Slab.create(1, 0, 2 * chunk, "borders")
-    slab.populate()
-    memory = torch.frombuffer(slab.memory, dtype=torch.uint8)
-    address, runtime = memory.data_ptr(), torch.cuda.cudart()
-    statuses = [int(runtime.cudaHostRegister(address + n * chunk, chunk, 0)) for n in (0, 1)]
-    report.note("two registrations side by side: statuses", f"{statuses}")
-    source = torch.ones(chunk // 2, dtype=torch.uint8, device="cuda")
-    inside = _copy_time(source, memory[: chunk // 2])
-    try:
-        across = _copy_time(source, memory[chunk - chunk // 4 : chunk + chunk // 4])
-    except RuntimeError as error:
-        report.note("a copy across two registrations", f"fails: {error}")
-    else:
-        whole = bool((memory[chunk - chunk // 4 : chunk + chunk // 4] == 1).all())
-        report.note(
-            "a copy across two registrations",
-            f"works, bytes {'are' if whole else 'are NOT'} equal: enqueued in "
-            f"{1000 * across[0]:.2f} of {1000 * across[1]:.2f} ms; inside of one: "
-            f"{1000 * inside[0]:.2f} of {1000 * inside[1]:.2f} ms",
-        )
-    for number in (0, 1):
-        runtime.cudaHostUnregister(address + number * chunk)
-    slab.close()
-
-
-def _copy_time(source: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """Return the seconds until a copy is enqueued, and until it is complete."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    target.copy_(source, non_blocking=True)
-    enqueued = time.perf_counter() - started
-    torch.cuda.synchronize()
-    return enqueued, time.perf_counter() - started
-
-
 def _report_latched_errors(report: Report) -> None:
-    """Lock memory twice; report the thread in which a kernel raises the error."""
+    """Lock memory twice: the error of the second call must not reach a kernel of training."""
     slab = Slab.create(1, 0, machine.pick(64 << 20, 1 << 20), "latched")
     slab.populate()
     memory = torch.frombuffer(slab.memory, dtype=torch.uint8)
-    address, runtime = memory.data_ptr(), torch.cuda.cudart()
-    number = torch.zeros(1, device="cuda")
-    runtime.cudaHostRegister(address, memory.numel(), 0)
-    values: dict[str, str] = {}
-
-    def fail() -> None:
-        torch.cuda.set_device(number.device.index)
-        status = int(runtime.cudaHostRegister(address, memory.numel(), 0))
-        values["status of the second registration"] = str(status)
-        values["the next kernel of the same thread"] = _kernel(number)
-
-    failing = threading.Thread(target=fail)
-    failing.start()
-    failing.join()
-    values["a kernel of another thread"] = _kernel(number)
-    for what, text in values.items():
-        report.note(f"memory is locked twice: {what}", text)
-    # Our page-locking fails here, too, because the memory is already locked.
+    runtime, number = torch.cuda.cudart(), torch.zeros(1, device="cuda")
+    runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     stager = Stager()
     stager.use(slab, device=torch.cuda.current_device())
     stager.pin(None)
     stager.wait_pinned()
-    report.must("a page-lock of ours that fails disturbs no kernel", _kernel(number) == "works")
+    result = _kernel(number)
+    report.must("a page-lock of ours that fails disturbs no kernel", result == "works", result)
     stager.close()
-    runtime.cudaHostUnregister(address)
+    runtime.cudaHostUnregister(memory.data_ptr())
     slab.close()
 
 
@@ -115,9 +58,6 @@ def _kernel(number: torch.Tensor) -> str:
     except RuntimeError as error:
         return f"fails: {error}"
     return "works"
-
-
-# ---------------------------------------------------------------------- times
 
 
 def _measure(report: Report, name: str, nbytes: int, huge: bool, waits: list[float]) -> None:

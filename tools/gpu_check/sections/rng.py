@@ -79,7 +79,6 @@ def _drawn(tracker: Any) -> torch.Tensor:
 
 
 def _captured(tracker: Any) -> Callable[[], torch.Tensor]:
-    """Return a function that replays a captured draw."""
     graph, drawn = torch.cuda.CUDAGraph(), torch.empty(len(_NAMES) + 1, _NUMEL, device="cuda")
     for generator in tracker.get_states().values():
         graph.register_generator_state(generator)

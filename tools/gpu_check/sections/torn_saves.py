@@ -9,14 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
-from unittest import mock
 
 import torch
 
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot
-from megatron_flashckpt.save import stager as stager_module
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.cpu_megatron.stubs.apex.apex.optimizers import FusedAdam
@@ -99,7 +97,6 @@ class GraphTraining(EagerTraining):
         self._graph: Any = None
 
     def capture(self) -> None:
-        """Capture a step, possibly during copies."""
         with machine.captured(self._stream) as graph:
             self.optimizer.step()
         self._graph = graph
@@ -116,13 +113,10 @@ class GraphTraining(EagerTraining):
 class RandomSaves:
     """Saves into two slots at random times, with a check of the slots."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.slab = Slab.create(2, 4096, nbytes, "torn")
-        self.slab.populate()
-        self.stager = Stager()
-        self.stager.use(self.slab, device=torch.cuda.current_device())
-        self.stager.pin(None)
-        self.stager.wait_pinned()
+    def __init__(self, nbytes: int, slab: Slab, stager: Stager) -> None:
+        self.slab, self.stager = slab, stager
+        stager.pin(None)
+        stager.wait_pinned()
         if machine.simulated_node is not None:
             machine.simulated_node.d2h_bytes_per_s = nbytes / 0.05
         self._random = random.Random(1)
@@ -168,27 +162,20 @@ class RandomSaves:
                 wrong.append(f"tensor {number}: {float(low)} to {float(high)}, not {value}")
         return "; ".join(wrong[:3])
 
-    def close(self) -> None:
-        self.stager.close()
-        self.slab.close()
-
 
 def run(report: Report) -> None:
     """Train with every optimizer, save at random times, and check all slots."""
-    part = machine.pick(stager_module.PART_NBYTES, 1 << 16)
-    with mock.patch.object(stager_module, "PART_NBYTES", part):
-        saves: RandomSaves | None = None
+    nbytes = EagerTraining(FusedAdam).nbytes()
+    with machine.staging(2, nbytes, part_nbytes=1 << 16) as (slab, stager):
+        saves = RandomSaves(nbytes, slab, stager)
         for name, make in _optimizers():
             if machine.seconds_left() < _LEAST_S:
                 report.skip(name, "no time left")
-                continue
-            saves = _eager(report, name, make, saves)
+            else:
+                _eager(report, name, make, saves)
         if machine.seconds_left() > _LEAST_S:
-            saves = _in_graphs(report, saves)
-        if saves is not None:
-            what = "saves checked while training went on"
-            report.figure(what, saves.number, "saves", headline=True)
-            saves.close()
+            _in_graphs(report, saves)
+    report.figure("saves checked while training went on", saves.number, "saves", headline=True)
 
 
 def _optimizers() -> Iterable[tuple[str, Callable[[list[torch.Tensor]], Any]]]:
@@ -204,26 +191,18 @@ def _capturable(tensors: list[torch.Tensor]) -> Any:
 
 
 def _eager(
-    report: Report,
-    name: str,
-    make: Callable[[list[torch.Tensor]], Any],
-    saves: RandomSaves | None,
-) -> RandomSaves:
+    report: Report, name: str, make: Callable[[list[torch.Tensor]], Any], saves: RandomSaves
+) -> None:
     training = EagerTraining(make)
-    saves = saves or RandomSaves(training.nbytes())
-    hook = StepHook(saves.stager.before_change)
-    hook.install(None, [training.optimizer])
+    StepHook(saves.stager.before_change).install(None, [training.optimizer])
     wrong = [saves.save(training) for _ in range(machine.pick(8, 3))]
     _report_result(report, f"slots hold one step: {name}", training, wrong)
-    return saves
 
 
-def _in_graphs(report: Report, saves: RandomSaves | None) -> RandomSaves:
+def _in_graphs(report: Report, saves: RandomSaves) -> None:
     for moment in ("before the first save", "during a save"):
         training = GraphTraining(machine.pick(_capturable, InPlaceOptimizer))
-        saves = saves or RandomSaves(training.nbytes())
-        hook = StepHook(saves.stager.before_change)
-        hook.install(None, [training.optimizer])
+        StepHook(saves.stager.before_change).install(None, [training.optimizer])
         wrong = []
         if moment == "before the first save":
             training.capture()
@@ -232,7 +211,6 @@ def _in_graphs(report: Report, saves: RandomSaves | None) -> RandomSaves:
             wrong.append(saves.save(training, training.capture))
         wrong += [saves.save(training) for _ in range(machine.pick(4, 2))]
         _report_result(report, f"slots hold one step: a step captured {moment}", training, wrong)
-    return saves
 
 
 def _report_result(report: Report, what: str, training: EagerTraining, wrong: list[str]) -> None:

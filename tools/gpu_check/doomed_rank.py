@@ -59,9 +59,7 @@ def _run(report: Report) -> None:
         "broken during copies": break_during_copies,
         "broken at exit": break_at_exit,
         "busy for ever": be_busy_for_ever,
-        "SIGKILL": lambda report, rank: end_by(signal.SIGKILL, report, rank),
-        "SIGTERM": lambda report, rank: end_by(signal.SIGTERM, report, rank),
-        "planned": end_as_planned,
+        "SIGKILL": be_killed,
         "resume": resume,
     }[scenario](report, rank)
 
@@ -72,9 +70,6 @@ def keep(rank: Rank, iteration: int) -> None:
     for tensor in rank.tensors:
         tensor.fill_(float(iteration))
     rank.checkpointer.save(request(iteration, memory_only=True))
-
-
-# ---------------------------------------------------------------------- a GPU that fails
 
 
 def break_gpu() -> None:
@@ -164,9 +159,6 @@ def be_busy_for_ever(report: Report, rank: Rank) -> None:
     end_after_a_crash(report, rank)
 
 
-# ---------------------------------------------------------------------- signals
-
-
 def save_slowly(rank: Rank, iteration: int) -> None:
     """Start a save; return when its first bytes have arrived, but not the last ones."""
     if machine.simulated_node is not None:
@@ -185,28 +177,17 @@ def save_slowly(rank: Rank, iteration: int) -> None:
 
 
 def yes_or_no(rank: Rank) -> str:
-    """Return "yes" if copies of a save are under way, else "no"."""
     return "yes" if machine.is_copying(rank.checkpointer.link.stager) else "no"
 
 
-def end_by(number: signal.Signals, report: Report, rank: Rank) -> None:
+def be_killed(report: Report, rank: Rank) -> None:
     save_slowly(rank, 2)
-    report.note(f"{number.name} comes while a save is being copied", yes_or_no(rank))
+    report.note("SIGKILL comes while a save is being copied", yes_or_no(rank))
     report.figure("the end begins", time.monotonic(), "s")
-    os.kill(os.getpid(), number)
-    signal.pause()
-
-
-def end_as_planned(report: Report, rank: Rank) -> None:
-    keep(rank, 2)
-    rank.checkpointer.link.stager.wait()
-    report.figure("the end begins", time.monotonic(), "s")
-    rank.wait()
-    rank.checkpointer.close(leave=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def resume(report: Report, rank: Rank) -> None:
-    """Save into the slots of the former start."""
     started = time.monotonic()
     slab, offers = rank.checkpointer.link.take_slab()
     report.figure("memory taken in", time.monotonic() - started, "s")
