@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
-from tests.support.stored import assert_intact, files_of_ours, stored
+from tests.support.stored import assert_intact, files_of_ours, read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
     blocked_shard,
+    content,
+    copy_tree,
     eventually,
     is_alive,
     new_save_id,
@@ -97,3 +103,36 @@ def test_a_restarted_rank_gets_no_results_from_its_former_process(node: Node, ro
         trainer.stage(1, save_id)
     assert [trainer.outcome().save_id for trainer in again] == [save_id] * 2
     assert is_alive(again[0].client.agent_pid)
+
+
+def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    trainer = node.trainer(root, numel=2**18)
+    assert trainer.save(1).error is None
+    stop = threading.Event()
+
+    def train() -> None:
+        iteration = 1
+        while not stop.is_set():
+            iteration += 1
+            assert trainer.save(iteration).error is None
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        eventually(
+            "the commit of iteration 3",
+            lambda: list((root / file_names.iteration_dir(3)).glob("*.end")),
+        )
+        copy_tree(root, tmp_path / "copy")
+    finally:
+        stop.set()
+        training.join()
+    iterations = listing.committed_iterations(PosixStore(tmp_path / "copy"))
+    assert iterations[:2] == [1, 2]
+    for iteration in iterations:
+        checkpoint = stored(tmp_path / "copy", iteration)
+        assert verify(checkpoint) == []
+        expected = content(0, iteration, trainer.layout.nbytes)
+        assert read_rank(checkpoint, trainer) == expected
