@@ -149,8 +149,9 @@ class Commit:
 class Fail:
     """Delete the shards of the ranks in `discarded`, then propose that the save failed.
 
-    These ranks have no record, so no node can make a checkpoint of the save. On a full disk, their
-    space is needed for the end. Answer: `Ended` or `Trouble`.
+    This agent has named these shards and proposed no record of them, so no node can make a
+    checkpoint of the save. On a full disk, their space is needed for the end. Answer: `Ended` or
+    `Trouble`.
     """
 
     failure: Failure
@@ -365,7 +366,7 @@ class CommitCore:
         if self.end is not None:
             return MakeDurable(self.end)
         if self._failure is not None:
-            return Fail(self._failure, frozenset(self.ranks - self._proposed))
+            return Fail(self._failure, frozenset(self.durable - self._proposed))
         unrecorded = self.durable - self._recorded
         if unrecorded and (self._all_durable() or now >= (self._publish_by or now)):
             self._proposed |= unrecorded

@@ -155,7 +155,8 @@ def delete_saves(store: Store, is_dead: Callable[[Save], bool]) -> None:
         dead = [name for name in names if is_of_dead(name)]
         # First what makes a shard a copy.
         dead.sort(key=lambda name: not name.endswith(SLOT))
-        store.delete(f"{directory}/{name}" for name in dead)
+        # An empty directory goes with a file.
+        store.delete(f"{directory}/{name}" for name in [*dead, "none"])
 
 
 def files(store: Store) -> Iterator[tuple[Save, str]]:

@@ -7,8 +7,9 @@ resumed from what was to be removed.
 Nothing is judged by absence. A save without an end may be committed by an agent that nobody knows
 of; so the janitor creates a failed end first, which decides. Then the save's files go at once, and
 the end last, when no node can be waiting for it any more. A committed checkpoint that no rule keeps
-loses its end, gets a failed one, and goes in the same way. Whatever instant a process is killed at,
-the next janitor goes on from what it finds.
+loses its end, gets a failed one, and goes in the same way. Files without their final name are part
+of no checkpoint, and need no end. Whatever instant a process is killed at, the next janitor goes on
+from what it finds.
 """
 
 from __future__ import annotations
@@ -232,6 +233,7 @@ class Janitor:
         left = filter(is_overtaken, listed)
         walk.store.delete(f"{file_names.ALIVE}/{name}" for name in left)
         walk.store.discard_unfinished(file_names.OWN, lambda name: True)
+        walk.store.discard_unfinished(file_names.PROBES, lambda name: True)
         for directory in (file_names.ALIVE, file_names.RUNS, file_names.HISTORY):
             walk.store.discard_unfinished(directory, is_overtaken)
 
@@ -460,6 +462,7 @@ class Janitor:
             walk.look()
             # A process was killed between the last file and its directory, which goes with a file.
             walk.store.delete([f"{files.directory}/none"])
+            return 0.0  # a save that is being written has no other name than an unfinished one
         return math.inf
 
     def _tell_of_others(self, store: Store, files: IterationFiles) -> None:

@@ -173,10 +173,7 @@ def check_shards(store: Store, iteration: int, records: Sequence[CommitRecord]) 
 
 
 def is_recorded(store: Store, iteration: int, save_id: str, rank: int, world_size: int) -> bool:
-    """Return whether a former agent made this rank's shard of a save durable.
-
-    Such a file must not be written again: the save may be a checkpoint by now.
-    """
+    """Return whether a save may be, or become, a checkpoint without further help of this rank."""
     directory = file_names.iteration_dir(iteration)
     listed = [entry.name for entry in store.list(directory, sizes=False)]
     is_over = file_names.end_name(save_id) in listed

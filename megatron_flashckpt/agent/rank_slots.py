@@ -45,8 +45,7 @@ class SlotInfo:
     """The save failed for good, or its description is damaged: no further attempt can make a
     checkpoint of it."""
     elsewhere: bool = False
-    """The slot came from the slot of the rank on its former node, whose agent persists it. Two
-    agents must never write one shard: one of them could overwrite the shard after the commit."""
+    """The slot came from the slot of the rank on its former node, whose agent persists it."""
 
     def has_settled(self, before: float) -> bool:
         """Return whether the slot was accepted by time `before` and is not being persisted."""

@@ -242,13 +242,16 @@ class Saves:
                 with self._node.changed:
                     info.digests = made.digests
                 shard, seen = made, core.Durable(number)
+                if made.is_found:
+                    with self._node.changed:
+                        self._committer.note(save, core.Joined(number, is_adopted=True))
             elif made is not None:
                 if made.end is End.COMMITTED:
                     self._look_up_digests(number, slots, header, info)
                 seen = made
         except Exception as failure:  # any failure must be reported to the trainers
             seen = core.GivenUp(Failure(failed=shown_error(failure), lasts=will_last(failure)))
-            # If the save is over, this agent may have removed the file under the writer.
+            # If the save is over, the janitor may have removed the file under the writer.
             logger.log(
                 logging.INFO if self._committer.is_over(save) else logging.ERROR,
                 "rank %d: iteration %d was not persisted: %s",
@@ -273,7 +276,7 @@ class Saves:
                 self._committer.note(save, seen)
             self._node.drop_retired(self._node.ranks[number])
             self._node.changed.notify_all()
-        if shard is not None:
+        if seen is not None:  # also an attempt that failed may have named the shard
             self._committer.remove_late(save, number)
 
     def _made_durable_with_retries(
@@ -298,15 +301,16 @@ class Saves:
         Returns the end of a save that has ended under a former agent, and None if the save ended
         before this thread was free to write the shard. May be repeated after an error.
         """
+        store, meta, save_id = save.store, save.metas[number], save.save_id
+        if info.inherited:
+            # First what the former agent has left: whatever comes of the save, its space is needed.
+            own = file_names.shard_name(number, save_id)
+            store.discard_unfinished(save.directory, lambda name: name == own)
         if self._committer.is_over(save):
             logger.info("rank %d: iteration %d is not written any more", number, save.iteration)
             return None
-        store, meta, save_id = save.store, save.metas[number], save.save_id
-        if info.inherited:
-            if (ended := look(store, save.iteration, save_id)) is not None:
-                return ended
-            own = file_names.shard_name(number, save_id)
-            store.discard_unfinished(save.directory, lambda name: name == own)
+        if info.inherited and (ended := look(store, save.iteration, save_id)) is not None:
+            return ended
         cost, flow = save.costs.get(number), self._node.flow
         traced = self._node.traces.recording(save.iteration, save_id, number)
         with traced, phase("persist"):

@@ -45,7 +45,9 @@ class DurableShard(NamedTuple):
 
     record: CommitRecord
     digests: tuple[str, ...]
-    """Of the chunks in storage; the slot may have changed since a former agent wrote them."""
+    """Of the chunks in storage; the slot may have changed since another agent wrote them."""
+    is_found: bool = False
+    """True if the shard had its name before: another agent may have written it, and its record."""
 
 
 def slot_shard(
@@ -221,9 +223,9 @@ def durable_shard(
         return digests
 
     try:
-        digests = write()
+        digests, is_found = write(), False
     except AlreadyExistsError:
-        digests = _found(store, name, undigested)
+        digests, is_found = _found(store, name, undigested, nbytes), True
     hit("persist.durable")
     encoded = fill_in(undigested, digests)
     record = CommitRecord(
@@ -241,11 +243,11 @@ def durable_shard(
         metrics=meta.metrics,
         cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
-    return DurableShard(record, tuple(digests))
+    return DurableShard(record, tuple(digests), is_found)
 
 
-def _found(store: Store, name: str, undigested: bytes) -> list[str]:
-    """Return the digests of a shard that a former agent, or a former attempt, has written.
+def _found(store: Store, name: str, undigested: bytes, nbytes: int) -> list[str]:
+    """Return the digests of a shard that another agent, or a former attempt, has written.
 
     Raises:
         StorageError: the name exists, but this node cannot read it yet.
@@ -255,7 +257,8 @@ def _found(store: Store, name: str, undigested: bytes) -> list[str]:
     try:
         head = store.get(name, 0, len(undigested))
         digests = list(decode_header(head, place).digests)
-        is_own = head == fill_in(undigested, digests)
+        entry = store.stat(name)
+        is_own = head == fill_in(undigested, digests) and (entry is None or entry.nbytes == nbytes)
     except FileNotFoundError as error:
         raise StorageError(
             errno.ESTALE, f"{place}: exists, but this node does not see it yet; try again"
@@ -264,7 +267,8 @@ def _found(store: Store, name: str, undigested: bytes) -> list[str]:
         is_own = False
     if not is_own:
         raise CorruptCheckpointError(
-            f"{place}: has the name of a shard of this save, but is another file; move it away"
+            f"{place}: has the name of a shard of this save, but is another file; find who writes "
+            "there; the next save has names of its own"
         )
     store.make_durable(name)
     return digests

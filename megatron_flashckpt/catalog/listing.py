@@ -322,7 +322,7 @@ def _uncommitted(
 
 
 def _world_size(store: Store, directory: str, shards: list[str]) -> int | None:
-    """Return the world size in the first complete shard; a shard's header is written last."""
+    """Return the world size in the first undamaged shard."""
     for name in (f"{directory}/{shard}" for shard in shards):
         try:
             nbytes = header_nbytes(store.get(name, 0, 8), name)

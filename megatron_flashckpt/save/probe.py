@@ -69,7 +69,7 @@ def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | No
     finally:
         if name is not None:
             # In the background: hanging storage must not delay training.
-            threading.Thread(target=_remove, args=(retrying, rank, unused), daemon=True).start()
+            threading.Thread(target=_remove, args=(retrying, unused), daemon=True).start()
     if rank == 0 and seen_s > _SLOW_S:
         logger.warning(
             "%s: what other nodes wrote became visible after %.1f s; every commit waits for that",
@@ -112,10 +112,8 @@ def _present(store: Store) -> list[str]:
     return [f"{PROBES}/{entry.name}" for entry in store.list(PROBES, sizes=False)]
 
 
-def _remove(store: Store, rank: int, names: set[str]) -> None:
+def _remove(store: Store, names: set[str]) -> None:
     try:
-        if rank == 0:  # all nodes of this job have finished theirs
-            store.discard_unfinished(PROBES, lambda name: True)
         store.delete(names)
     except (FlashCkptError, OSError) as error:
         logger.warning("%s: a probe file was not removed: %s", store.place, error)

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from megatron_flashckpt.error_classes import is_unsupported
-from megatron_flashckpt.errors import AlreadyExistsError
+from megatron_flashckpt.errors import AlreadyExistsError, StorageError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, DirectIo, is_aligned
 from megatron_flashckpt.storage.posix_files import (
@@ -117,6 +117,13 @@ class PosixWriter:
                 name_whole_file(self._temporary, self._path)
             except FileExistsError as error:
                 raise _already_exists(self._path) from error
+            except FileNotFoundError as error:
+                if not self._path.parent.is_dir():
+                    raise
+                # As for a create: whoever took the writer for dead has it begin again.
+                raise StorageError(
+                    errno.ESTALE, f"{self._path}: its unfinished file was removed; write it again"
+                ) from error
             sync_directory(self._path.parent)
 
     def _close(self) -> None:

@@ -63,9 +63,9 @@ class Writer(Protocol):
         If this call fails, the object may exist nevertheless, whole.
 
         Raises:
-            AlreadyExistsError: the name exists, perhaps of an earlier attempt; it is not changed. A
-                bucket does not tell this of a name that has come since the start: a whole object
-                takes the place of another one.
+            AlreadyExistsError: the name exists, perhaps of an earlier attempt; it is not changed.
+                Buckets, and file systems without hard links, do not tell this of a name that comes
+                at the same moment: a whole object takes the place of another one.
         """
 
     def abandon(self) -> None:
@@ -157,6 +157,8 @@ class Store(Protocol):
 
     def discard_unfinished(self, directory: str, is_dead: Callable[[str], bool]) -> None:
         """Delete what killed processes have left of objects that they were writing.
+
+        A writer that was not dead begins again.
 
         Args:
             is_dead: returns whether nobody writes the object of this name, relative to `directory`,

@@ -7,24 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.janitor import CommittedSave, Janitor
+from megatron_flashckpt.agent import shard_writer
+from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.shard_writer import DurableShard, slot_shard
-from megatron_flashckpt.catalog.lineage import History
-from megatron_flashckpt.config import Retention
+from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
+from megatron_flashckpt.file_format.end import Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import (
+    end_name,
     iteration_dir,
     run_name,
     save_name,
     shard_name,
 )
 from megatron_flashckpt.memory.slot import Slot
+from megatron_flashckpt.storage import posix_writer
 from megatron_flashckpt.storage.posix_files import PART, temporary_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.store import Store
+from tests.agent.conftest import Node
+from tests.support.agents import agent_here
+from tests.support.histories import committed_save
 from tests.support.memory_store import MemoryStore
-from tests.support.trainer import staged_slot
+from tests.support.trainer import eventually, staged_slot
 
 STORES = pytest.mark.parametrize("in_memory", [False, True])
 
@@ -51,7 +57,7 @@ def test_a_shard_that_storage_has_is_taken_as_it_is(tmp_path: Path, in_memory: b
         before = store.get(name_of(slot))
         with slot.data() as data:
             data[0] ^= 1
-        assert written(store, slot) == first
+        assert written(store, slot) == first._replace(is_found=True)
         assert store.get(name_of(slot)) == before
 
 
@@ -63,7 +69,7 @@ def test_another_file_with_the_name_is_refused_and_stays(
     store = store_in(tmp_path, in_memory=in_memory)
     with staged_slot(1000) as slot:
         store.create(name_of(slot), other)
-        with pytest.raises(CorruptCheckpointError, match="is another file; move it away"):
+        with pytest.raises(CorruptCheckpointError, match="but is another file"):
             written(store, slot)
         assert store.get(name_of(slot)) == other
 
@@ -84,33 +90,80 @@ def test_a_name_that_is_seen_late_is_asked_for_again(
             with pytest.raises(StorageError) as caught:
                 written(store, slot)
         assert may_pass(caught.value)
-        assert written(store, slot) == first
+        assert written(store, slot).digests == first.digests
+
+
+def test_a_writer_that_was_taken_for_dead_takes_the_shard_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, successors = PosixStore(tmp_path), list[DurableShard]()
+
+    def succeed(point: str) -> None:
+        if point == "persist.header" and not successors:
+            monkeypatch.undo()
+            store.discard_unfinished(iteration_dir(slot.header.iteration), lambda name: True)
+            successors.append(written(store, slot))
+
+    with staged_slot(1000) as slot:
+        monkeypatch.setattr(shard_writer, "hit", succeed)
+        with pytest.raises(StorageError, match="was removed; write it again") as caught:
+            written(store, slot)
+        assert may_pass(caught.value)
+        assert written(store, slot) == successors[0]._replace(is_found=True)
+
+
+def test_a_shard_that_gets_its_name_after_the_save_has_failed_goes(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the last call is lost, so the attempt has failed."""
+    named = posix_writer.name_whole_file
+
+    def late(temporary: Path, path: Path) -> None:
+        trainer.call_off(5, save_id, "another reason")
+        eventually("the end is known", lambda: not trainer.client.poll(0.2).pending)
+        named(temporary, path)
+        assert path.exists()
+        raise OSError(errno.EIO, "the answer was lost")
+
+    with agent_here(node, root):
+        trainer = node.trainer(root)
+        trainer.open_run()
+        save_id = trainer.new_save_id()
+        with monkeypatch.context() as patched:
+            patched.setattr(posix_writer, "name_whole_file", late)
+            trainer.stage(5, save_id)
+            directory = root / iteration_dir(5)
+            eventually("the failed end", lambda: (directory / end_name(save_id)).exists())
+            eventually(
+                "no shard", lambda: {path.suffix for path in directory.iterdir()} == {".end"}
+            )
+
+
+def in_run(number: int, iteration: int) -> Save:
+    return Save(iteration, save_name(run_name(number, f"{number:04x}"), iteration))
+
+
+def put_part(store: PosixStore, root: Path, save: Save) -> Path:
+    """Leave an unfinished shard, as a killed agent does."""
+    path = root / iteration_dir(save.iteration) / temporary_name(shard_name(1, save.save_id), PART)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"half")
+    return path
 
 
 def test_unfinished_shards_go_when_nobody_needs_them(tmp_path: Path) -> None:
     """Shards of dead saves may have no other name. Those of later runs are being written."""
-    store = PosixStore(tmp_path)
-    runs = {number: run_name(number, f"{number:04x}") for number in (1, 2, 3)}
-    saves = {number: save_name(run, 5, 1) for number, run in runs.items()}
-    directory = tmp_path / iteration_dir(5)
-    store.create(f"{iteration_dir(5)}/{shard_name(0, saves[2])}", b"pending")
-    for save_id in saves.values():
-        (directory / temporary_name(shard_name(1, save_id), PART)).write_bytes(b"half")
-    (tmp_path / iteration_dir(4)).mkdir()
-    only = tmp_path / iteration_dir(4) / temporary_name(shard_name(0, saves[1]), PART)
-    only.write_bytes(b"half")
-    janitor = Janitor(lambda: {saves[2]}, deadline_s=0.0)
-    janitor.tidy(
-        CommittedSave(
-            store=store,
-            iteration=7,
-            save_id=save_name(runs[2], 7, 1),
-            history=History(runs[2]),
-            rules=Retention(),
-            retain_interval=None,
-            previous=None,
-        )
-    )
-    left = {path.name.split(".rank_")[0].lstrip(".") for path in directory.glob(".*")}
-    assert left == {saves[2], saves[3]}
-    assert not only.exists()
+    store, pending = PosixStore(tmp_path), {in_run(2, 5).save_id, in_run(2, 4).save_id}
+    store.create(f"{iteration_dir(5)}/{shard_name(0, in_run(2, 5).save_id)}", b"pending")
+    parts = {
+        (number, iteration): put_part(store, tmp_path, in_run(number, iteration))
+        for number, iteration in ((1, 3), (2, 4), (1, 5), (2, 5), (3, 5))
+    }
+    last = in_run(2, 7)
+    store.create(f"{iteration_dir(7)}/{end_name(last.save_id)}", encode_failure(Failure(failed="")))
+    janitor = Janitor(lambda: pending)
+    janitor.tidy(committed_save(store, last, History(last.run)))
+    assert {key for key, path in parts.items() if path.exists()} == {(2, 4), (2, 5), (3, 5)}
+    pending.clear()  # these saves have failed; the directory of one had no other name
+    janitor.tidy(committed_save(store, last, History(last.run)))
+    assert {key for key, path in parts.items() if path.exists()} == {(3, 5)}

@@ -13,6 +13,7 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import End, kind_of
+from megatron_flashckpt.storage.posix_files import PART
 from tests.agent.conftest import Node
 from tests.support.stored import assert_intact
 from tests.support.trainer import (
@@ -163,3 +164,24 @@ def test_a_save_in_the_slots_of_rank_0_is_not_dead_for_a_new_agent(node: Node, r
         end = root / file_names.iteration_dir(10) / file_names.end_name(older)
         eventually("the end", end.exists)
     assert kind_of(end.read_bytes()) is End.COMMITTED
+
+
+def test_a_failed_save_of_a_killed_agent_gives_its_space_back(
+    small_disk: Path, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk no later save would be written, and the janitor waits for a commit."""
+    root = small_disk / "save"
+    with monkeypatch.context() as patched:
+        patched.setenv("FLASHCKPT_FAULT", f"agent:persist.chunks:1:KILL:{tmp_path / 'reached'}")
+        trainer = node.trainer(root, numel=100_000, slots=1)
+    agent = trainer.client.agent_pid
+    trainer.open_run()
+    save_id = trainer.new_save_id()
+    trainer.stage(5, save_id)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert list(root.rglob(f".*{PART}"))
+    trainer.call_off(5, save_id, "another node has failed")
+    trainer.reconnect()
+    assert "another node has failed" in (trainer.outcome().error or "")
+    assert trainer.save(6).error is None
+    assert not list(root.rglob(f".*{PART}"))

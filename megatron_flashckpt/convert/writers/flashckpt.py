@@ -117,7 +117,6 @@ def _write(
             for position in positions
         )
         durable = durable_shard(store, contents.iteration, save_id, meta, _chunks(tensors))
-        assert durable.record is not None
         records.append(durable.record)
     common = side_state.encode_common(contents.common)
     merged = manifest.merge(
