@@ -18,7 +18,7 @@ import pytest
 
 from megatron_flashckpt.errors import AgentError, StorageError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.end import decode_failure
+from megatron_flashckpt.file_format.end import Failure, decode_failure, encode_failure
 from megatron_flashckpt.file_format.run_object import RunObject, encode_run
 from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
@@ -166,7 +166,7 @@ def test_a_part_is_called_off_only_in_the_directory_of_its_run(root: Path) -> No
 def test_a_save_is_not_called_off_if_storage_has_the_part(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent has died, and another one may still commit the save."""
+    """The agent has died; another one commits the save, whose checkpoint is soon removed."""
     rank, save_id, store = Rank(node, root, 1), new_save_id(), PosixStore(root)
     rank.stage(5, save_id)
     rank.saves.handed_over(save_id)
@@ -178,7 +178,8 @@ def test_a_save_is_not_called_off_if_storage_has_the_part(
     for _ in range(20):
         assert rank.saves.poll() == []
         time.sleep(0.05)
-    store.create(END.format(save_id), seal(b"{}"))
+    removed = Failure(failed="no rule of 'retention' keeps it", was_removed=True)
+    store.create(END.format(save_id), encode_failure(removed))
     (outcome,) = eventually("a result of the save", rank.saves.poll)
     assert (outcome.save_id, outcome.error) == (save_id, None)
     rank.close()

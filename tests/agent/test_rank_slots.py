@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.agent.rank_slots import RankSlots, only_in_memory
+from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import save_name
+from megatron_flashckpt.file_format.run_object import Ancestor
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, Slot, SlotHeader, SlotState
 from tests.agent.conftest import Node
@@ -200,6 +202,34 @@ def test_a_slab_is_free_after_its_last_former_process_ended(
         alive.remove(older)
         assert slots.formers() == ()
         assert [slot.header.state for slot in slots.slab.slots] == [SlotState.EMPTY] * 3 + kept
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    states=st.lists(st.sampled_from(SlotState), min_size=1, max_size=4),
+    left_at=st.integers(0, 3),
+    data=st.data(),
+)
+def test_a_new_run_empties_slots_of_other_histories_unless_they_are_being_written(
+    states: list[SlotState], left_at: int, data: st.DataObject
+) -> None:
+    history = History("000002-bbbb", (Ancestor("000001-aaaa", left_at),))
+    with table(len(states), *states) as book:
+        for info in book.infos:
+            info.persisting = data.draw(st.booleans())
+        lost = book.keep_only(history)
+        unwritten = (SlotState.STAGED, SlotState.KEPT, SlotState.FAILED)
+        dropped = [
+            number
+            for number, info in enumerate(book.infos)
+            if number > left_at and not info.persisting
+        ]
+        assert [slot.header.state for slot in book.slab.slots] == [
+            SlotState.EMPTY if number in dropped else state for number, state in enumerate(states)
+        ]
+        assert [save.iteration for save in lost] == [
+            number for number in dropped if states[number] in unwritten
+        ]
 
 
 # ---------------------------------------------------------------------- with real agents

@@ -132,14 +132,16 @@ def test_an_error_of_storage_loses_no_history(
 
 def test_timings_are_those_of_the_slowest_rank_and_need_rank_0() -> None:
     costs = {
-        rank: RankCost(started_at=10.0, blocked_s=0.1 * rank, staged_s=1.0, persisted_s=2.0 + rank)
+        rank: RankCost(
+            started_at=10.0, blocked_s=0.1 * rank, staged_s=1.0 + rank / 2, persisted_s=2.0 + rank
+        )
         for rank in range(3)
     }
     expected = SaveCost(
         nbytes=500,
         started_at=10.0,
         blocked_s=0.2,
-        staged_s=1.0,
+        staged_s=2.0,
         persisted_s=4.0,
         slowest=2,
         durable_s=6.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_flashckpt.convert.readers import dcp
 from megatron_flashckpt.convert.readers.torch_dist import open_torch_dist
 from megatron_flashckpt.convert.writers import legacy_optimizer
 from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
+from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 from tests.convert.made import differing, held
@@ -62,6 +64,28 @@ def test_a_parameter_is_read_without_the_rest_of_its_bucket(
     assert differing(opened.tensors, made.tensors) == []
     # Weights and masters are read twice: all are compared before the first is written.
     assert sum(read_nbytes) < 2.5 * sum(tensor.nbytes for tensor in made.tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_differences_from_the_masters_are_accepted_in_16_bit_weights_only(
+    dtype: torch.dtype,
+) -> None:
+    """These are made again from their masters; fp32 weights are their own masters."""
+    args = arguments(use_distributed_optimizer=True)
+    (model,) = rank_models(args)
+    (chunks,) = ddp_buckets.sub_optimizers(model, args, experts=False)
+    dtypes = {(0, parameter.name): dtype for parameter in model.chunks[0].parameters}
+    (buffer,) = ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.RULES[0])
+    is_refused = dtype == torch.float32
+    with pytest.raises(CorruptCheckpointError) if is_refused else contextlib.nullcontext():
+        ddp_buckets.buffer_parts(
+            buffer,
+            {ddp_buckets.MAIN: torch.float32},
+            weight=lambda place: torch.zeros(place.parameter.numel, dtype=dtype),
+            read=lambda state, place, start, end: torch.ones(end - start),
+            where="here",
+            remedy=None,
+        )
 
 
 def test_elements_of_a_view_are_those_of_the_view(tmp_path: Path, made: Contents) -> None:

@@ -6,9 +6,11 @@ global numpy tensors, element by element.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
+from unittest import mock
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
+from megatron_flashckpt.layout import stored_index
 from megatron_flashckpt.layout.exact_match import (
     NOTHING_STORED,
     StoredPieces,
@@ -46,6 +49,8 @@ from tests.support.worlds import (
 )
 
 PLACE = "/ckpt/iter_0000007"
+#: Context in which all runs are compared as arrays, as those of many ranks are.
+as_arrays = functools.partial(mock.patch.multiple, stored_index, _FEW_USERS=0, _FEW_ROWS=0)
 
 
 def assert_filled(
@@ -62,6 +67,8 @@ def assert_filled(
         assert count.max(initial=0) <= 1
         # The plan lists the pieces that stay zero.
         assert (count.sum() < piece.numel) == (index in plan.padded)
+    with as_arrays():
+        assert read_plan(wanted, sources_of(ranks), PLACE, resizable=resizable) == plan
     return plan
 
 
@@ -79,9 +86,12 @@ def problems(
     sources = sources_of(stored)
     with pytest.raises(MissingStateError) as caught:
         read_plan(wanted, sources, PLACE, resizable)
+    same = f"^{re.escape(str(caught.value))}$"
     for held in held_by_each(sources):  # the shortcut hides no difference
-        with pytest.raises(MissingStateError, match=f"^{re.escape(str(caught.value))}$"):
+        with pytest.raises(MissingStateError, match=same):
             read_plan(wanted, sources, PLACE, resizable, held)
+    with as_arrays(), pytest.raises(MissingStateError, match=same):
+        read_plan(wanted, sources, PLACE, resizable)
     error = (
         missing_state(PLACE, caught.value.differences, unexpected) if unexpected else caught.value
     )
@@ -394,6 +404,8 @@ def assert_refused(sources: list[Source], wanted: list[Piece]) -> None:
             read_plan(wanted, sources, PLACE, held=held)
         assert PLACE in str(caught.value)
         assert "--ckpt-step" in str(caught.value)
+    with as_arrays(), pytest.raises(type(caught.value), match=f"^{re.escape(str(caught.value))}$"):
+        read_plan(wanted, sources, PLACE)
 
 
 @pytest.mark.parametrize("number", [*HUGE, 5])

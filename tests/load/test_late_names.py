@@ -42,6 +42,10 @@ MOUNTS = """\
 40 22 0:35 / /mnt/shared rw,relatime - nfs4 server:/export rw,vers=4.2
 41 22 0:36 / /mnt/shared\\040fast rw - lustre mgs@tcp:/fs rw
 42 40 0:37 / /mnt/shared/scratch rw - xfs /dev/nvme0n1 rw
+43 22 8:2 / /mnt/twice rw - ext4 /dev/sdb1 rw
+44 43 0:38 / /mnt/twice rw - nfs server:/twice rw
+45 40 0:39 / /mnt/shared/once rw - nfs server:/once rw
+46 45 0:40 / /mnt/shared/once rw - tmpfs tmpfs rw
 """
 
 
@@ -53,6 +57,9 @@ MOUNTS = """\
         ("/mnt/shared fast/save", True),
         ("/mnt/shared/scratch/save", False),
         ("/mnt/sharedness", False),
+        # The later of two mounts at one point hides the earlier one.
+        ("/mnt/twice/save", True),
+        ("/mnt/shared/once/save", False),
         ("s3://bucket/save", False),
     ],
 )

@@ -139,11 +139,13 @@ class Bytes:
 
     def __init__(self, slots: dict[int, torch.Tensor]) -> None:
         self._slots = {rank: data.numpy().data for rank, data in slots.items()}
+        self.read: set[tuple[int, int]] = set()
 
     def data_nbytes(self, rank: int) -> int:
         return self._slots[rank].nbytes
 
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+        self.read.add((rank, number))
         position = number * CHUNK_NBYTES
         for part in parts:
             part[:] = self._slots[rank][position : position + part.nbytes]
@@ -158,8 +160,11 @@ def exchanged(
     device: str = "cpu",
     room: int | None = None,
     node: Collection[int] = (),
-) -> tuple[int, list[torch.Tensor]]:
-    """Carry out `case`; return the bytes from other ranks and the filled tensors. Collective.
+) -> tuple[int, list[torch.Tensor], set[tuple[int, int]]]:
+    """Carry out `case`. Collective.
+
+    Returns the bytes from other ranks, the filled tensors, and the rank and number of the chunks
+    that were read.
 
     Args:
         node: the ranks whose slots each of them reads.
@@ -182,7 +187,7 @@ def exchanged(
     targets = Targets(wanted, filled)
     with ChunkReader(source, 1, targets.gpu) as reader, nearly_full(room):
         received = rank_exchange.exchange(reader, own, rank, plan, wanted, targets, readable)
-    return received, filled
+    return received, filled, source.read
 
 
 @contextlib.contextmanager
@@ -219,7 +224,7 @@ def on_gpus(rank: int) -> dict[str, Any]:
         torch.cuda.set_device(rank)
         allocator = node.devices[rank].allocator
         room = LEAST_ROOM if rank == 1 else None
-        _, filled = exchanged(case, "little room", rank, device="cuda", room=room)
+        _, filled, _ = exchanged(case, "little room", rank, device="cuda", room=room)
         # The stream that reads the tensors has not waited for any other stream.
         with torch.cuda.stream(torch.cuda.Stream()):
             digests = [digest(bytes(t.cpu().view(torch.uint8).numpy())) for t in filled]
@@ -277,10 +282,11 @@ def rank_main(rank: int, directory: str) -> None:
     )
     results = {}
     for (name, case), node in itertools.product(CASES.items(), NODES):
-        received, filled = exchanged(case, name, rank, node=node)
+        received, filled, read = exchanged(case, name, rank, node=node)
         results[f"{name}, {node}"] = [
             received,
             [digest(bytes(t.view(torch.uint8).numpy())) for t in filled],
+            sorted(read),
         ]
     results["gpu"] = on_gpus(rank)
     Path(directory, f"{rank}.json").write_text(json.dumps(results))
@@ -308,7 +314,7 @@ def test_every_rank_receives_every_wanted_byte(
     of_node = [{rank, *node} if rank in node else {rank} for rank in range(RANKS)]
     received = [result[f"{name}, {node}"][0] for result in results]
     for rank, wanted in enumerate(case.wanted):
-        _, digests = results[rank][f"{name}, {node}"]
+        _, digests, _ = results[rank][f"{name}, {node}"]
         assert digests == [digest(content(case.tensors, piece)) for piece in wanted]
         plan = read_plan(wanted, sources_of(case.stored), name)
         from_others = sum(
@@ -319,6 +325,12 @@ def test_every_rank_receives_every_wanted_byte(
         )
         assert received[rank] == from_others
     assert (name == "nothing from others" or len(node) == RANKS) == (not any(received))
+
+
+def test_a_rank_verifies_bytes_that_only_others_want(results: list[dict]) -> None:
+    """A chunk is verified when it is read. Every slot has one, and rank 1 wants them all."""
+    read = [result["one rank wants it all, ()"][2] for result in results]
+    assert read == [[[0, 0]], [], [[2, 0]]]
 
 
 def test_only_ranks_with_bytes_for_each_other_are_connected_while_they_exchange(

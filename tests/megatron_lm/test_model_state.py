@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -62,8 +63,9 @@ def test_a_later_save_reuses_pieces_of_the_same_type() -> None:
 class Job(torch.nn.Module):
     """Two 16-bit weights, an expert bias, and Megatron's optimizer with their masters."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: int = 0) -> None:
         super().__init__()
+        self.replica = replica
         self.layer = torch.nn.Module()
         self.layer.matrix = torch.nn.Parameter(torch.randn(4, 6).bfloat16())
         self.layer.vector = torch.nn.Parameter(torch.randn(5).bfloat16())
@@ -87,7 +89,7 @@ class Job(torch.nn.Module):
 
     def sharded_state_dict(self) -> dict[str, ShardedTensor]:
         return {
-            name: ShardedTensor.from_rank_offsets(name, tensor)
+            name: ShardedTensor.from_rank_offsets(name, tensor, replica_id=self.replica)
             for name, tensor in self.named().items()
         }
 
@@ -180,6 +182,16 @@ def test_a_save_takes_the_current_tensors_after_any_change(change: Callable[[Job
         for place, expected in held.items():
             assert torch.equal(pieces_by_key[place].tensor, expected.reshape(-1)), place
             assert pieces_by_key[place].piece.shape == expected.shape or place[0] != "weight"
+
+
+def test_replicas_write_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Counter[tuple[str, str]]()
+    for replica in range(3):
+        monkeypatch.setattr(parallel, "data_parallel", lambda number=replica: (3, number))
+        job, state = Job(replica), ModelState(Replicated())
+        for local in state.owned(state.geometry([job]), [job], job.optimizer):
+            written[local.piece.kind, local.piece.key] += local.piece.numel
+    assert written == {place: tensor.numel() for place, tensor in Job().held().items()}
 
 
 def module_moved(job: Job) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import DistributedOptimizer
-from megatron_flashckpt.megatron_lm.quantized import is_quantized
+from megatron_flashckpt.megatron_lm.quantized import fill_from_masters, is_quantized
 from megatron_flashckpt.save.startup import Startup
 from tests.megatron_lm.quantized_double import BlockDouble, QuantizedDouble
 from tests.megatron_lm.test_model_state import Job
@@ -129,6 +130,14 @@ def test_fp8_weights_need_sharded_masters_on_a_gpu_in_a_known_release() -> None:
         optimizer = sharding(job)
         delattr(optimizer.model_chunks[0], name)
         assert unquantizable([job], optimizer) == [NOT_FILLED]
+
+
+def test_weights_of_experts_are_gathered_too_if_gathers_overlap_with_training() -> None:
+    chunk = mock.Mock(bucket_groups=[mock.Mock()], expert_parallel_bucket_groups=[mock.Mock()])
+    fill_from_masters([chunk], Job().optimizer)
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        names = [name for name, *_ in group.method_calls]
+        assert names == ["start_param_sync", "finish_param_sync"]
 
 
 def test_a_refusal_with_several_reasons_has_one_remedy_at_its_end() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import PeerNode
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.load.offers import missing_ranks, newest_saves
+from megatron_flashckpt.load.offers import held_saves, missing_ranks, newest_saves
 from megatron_flashckpt.save import peer_setup
 
 
@@ -70,3 +70,11 @@ def test_ranks_without_any_of_the_newest_saves_request_them() -> None:
     of_nodes = [((1, "s1"), (2, "a")), (), ((2, "a"), (3, "b"))]
     assert newest_saves([[], [], []], 2, of_nodes) == ("b", "a")
     assert newest_saves([offers(1), [], []], 2, of_nodes) == ("s1",), "those of ranks come first"
+
+
+@pytest.mark.parametrize(("world_size", "missing"), [(2, (1,)), (6, (1, 2)), (None, (1, 2))])
+def test_ranks_that_the_saving_job_did_not_have_are_not_missing(
+    world_size: int | None, missing: tuple[int, ...]
+) -> None:
+    (save,) = held_saves([[{**offer, "world_size": world_size} for offer in offers(1)], [], []])
+    assert save.missing == missing

@@ -63,6 +63,12 @@ def test_a_refusal_names_the_operation_that_the_file_system_lacks(tmp_path: Path
     eventually("nothing is left", lambda: not left(root))
 
 
+def test_a_node_that_must_not_probe_writes_nothing(tmp_path: Path) -> None:
+    store = _RefusingStore(tmp_path / "save", "create")
+    probe.check(store, 0, is_first_of_node=True, wait_s=None)
+    assert not (tmp_path / "save").exists()
+
+
 def test_a_write_that_fails_once_ends_no_start_and_old_probes_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

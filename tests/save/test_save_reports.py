@@ -83,17 +83,19 @@ def test_only_rank_0_reports_a_save_as_durable_kept_or_skipped(
 def test_only_rank_0_says_once_that_a_save_waits_for_a_slot(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    failed, put_back = outcome(6, ERROR), []
     for rank in range(3):
         answers = iter([-1, -1, -1, 1])
         client = SimpleNamespace(acquire=lambda *_: next(answers))  # noqa: B023
         link: Any = SimpleNamespace(client=lambda: client)  # noqa: B023
-        saves: Any = SimpleNamespace(poll=list, put_back=lambda outcomes: None)
+        saves: Any = SimpleNamespace(poll=lambda: [failed], put_back=put_back.append)
         slots = SlotAcquisition("/ckpt", rank, 3, Config(), link, saves)
         assert slots._granted(8, may_skip=False) == 1
     assert capsys.readouterr().out == (
         "  flashckpt: iteration 8 waits for a free slot, because earlier saves are still being "
         "written\n"
     )
+    assert put_back == [[failed]] * 9, "outcomes that come meanwhile are reported later"
 
 
 def test_the_last_save_decides_the_verdict_of_a_job() -> None:

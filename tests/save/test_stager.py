@@ -6,12 +6,15 @@ import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import EMPTY_HEADER, SlotHeader, SlotState
+from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.stager import Stager
 from tests.support.processes import times_mapped
 
@@ -289,6 +292,22 @@ def test_a_finish_that_raises_does_not_end_the_copy_thread(
         stager.wait()
     assert "the hand-over broke" in caplog.text
     assert finish.errors == [None]
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_a_slot_that_was_emptied_during_the_copy_is_not_handed_over(
+    slab: Slab, *, is_emptied: bool
+) -> None:
+    """The agent empties it when another process of the rank connects."""
+    slot, saves, client = slab.slots[0], mock.Mock(), mock.Mock()
+    header = SlotHeader(SlotState.STAGING, 1, "a save", 0, 0)
+    slot.set_header(EMPTY_HEADER if is_emptied else header)
+    recorder = mock.Mock()
+    recorder.record.return_value = ()
+    HandOver(0, saves, client, slot, header, recorder, "computed", memory_only=False)(0.0, None)
+    assert slot.header.state == (SlotState.EMPTY if is_emptied else SlotState.STAGED)
+    assert client.staged.called is saves.handed_over.called is (not is_emptied)
+    assert saves.copies_failed.called is is_emptied
 
 
 def test_another_slab_and_the_end_wait_for_running_copies() -> None:
