@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_flashckpt.agent import protocol as p
@@ -34,6 +34,8 @@ class Cluster:
         self.plans: list[p.JoinPeers] = []
         #: Each node has an address of its own, so that an agent reaches no other by chance.
         self.hosts = [f"127.0.0.{node + 1}" for node in range(len(self.ranks))]
+        #: Environment of the agent of a node.
+        self.inside: Callable[[int], AbstractContextManager[None]] = lambda node: nullcontext()
 
     def _node(self) -> Node:
         self._made += 1
@@ -42,9 +44,12 @@ class Cluster:
     def restart_trainers(self) -> None:
         for trainer in self.trainers.values():
             trainer.hang_up()
-        for node, ranks in zip(self.nodes, self.ranks, strict=True):
+        for number, (node, ranks) in enumerate(zip(self.nodes, self.ranks, strict=True)):
             for rank in ranks:
-                self.trainers[rank] = node.trainer(self.root, rank, self.world_size, **self._job)
+                with self.inside(number):
+                    self.trainers[rank] = node.trainer(
+                        self.root, rank, self.world_size, **self._job
+                    )
 
     def succeed(self, node: int) -> None:
         """Start the next agent in place of a killed one, as the ranks of the node do."""
@@ -52,7 +57,8 @@ class Cluster:
         request = p.OpenPeers(opened.host, 2, opened.identity, opened.port)
         for rank in self.ranks[node]:
             trainer = self.trainers[rank]
-            trainer.find_agent()
+            with self.inside(node):
+                trainer.find_agent()
             assert trainer.client.open_peers(request) == opened
             trainer.client.join_peers(self.plans[node])
             trainer.attach()

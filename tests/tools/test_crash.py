@@ -43,6 +43,7 @@ SAMPLE: list[AnyCell] = [
     Cell((Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS))),
     PeerCell("copy", "send.chunk", 7, OWN),
     PeerCell("xor", "send.chunk", 9, peers.AGENT),
+    RivalCell("persist.chunks", 2),
     RivalCell("commit.end", 2),
     RivalCell("forget.file", 1, fails=True),
     SecondStart("persist.chunk", 2),

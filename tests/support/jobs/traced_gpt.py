@@ -21,6 +21,7 @@ Environment:
     FREEZE        do not train parameters whose name has this text
     REFERENCE     `iteration:step`: in the forward of that iteration, load a second model from the
                   checkpoint of iteration `step` (`reference_model.py`)
+    GPU           copy saved state from this rank's simulated GPU, and trace copies (`on_gpu.py`)
     GROUP_MARKS   make Megatron identify param groups as core 0.19 does (`stand_ins.group_marks`)
     EARLY_READS   trace each file of a save directory that this rank opens before torch.distributed
                   is initialised
@@ -384,6 +385,8 @@ def report_counters() -> None:
             shared=origins["found"],
             misses=origins["computed"],
         )
+        if "GPU" in os.environ:
+            on_gpu.report(trace, opened.checkpointer.link.stager)
 
 
 if __name__ == "__main__":
@@ -394,6 +397,10 @@ if __name__ == "__main__":
         marks.__enter__()
     if "SCALARS" in os.environ:
         be_the_writers()
+    if "GPU" in os.environ:
+        from tests.support.jobs import on_gpu
+
+        on_gpu.install(trace, iteration)
     trace_slabs()
     if "EARLY_READS" in os.environ:
         trace_early_reads()
