@@ -19,6 +19,7 @@ from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.durable_commands import DurableCommands
 from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.catalog.lineage import History
 from megatron_flashckpt.file_format.end import End, Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import (
     TRACKER,
@@ -186,3 +187,14 @@ def test_a_tracker_that_cannot_be_written_is_told_to_no_departed_rank(
     committer, save = pending(1, {}, RUN)
     monkeypatch.setattr(committer_module, "moved_tracker", read_only)
     assert committer._track(save) == (None, None)
+
+
+@pytest.mark.parametrize(("left_at", "tracked"), [(10, b"10"), (5, None)])
+def test_the_tracker_follows_the_history_of_the_run_that_this_agent_serves(
+    left_at: int, tracked: bytes | None
+) -> None:
+    """A save of the former run is committed while the next one has begun."""
+    committer, save = pending(1, {0: _Rank(RUN)}, LATER)
+    committer._node.history = History(LATER.name, (Ancestor(RUN.name, left_at),))
+    committer._track(save)
+    assert save.store.objects.get(TRACKER) == tracked
