@@ -147,10 +147,10 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True)
 class Fail:
-    """Delete the shards of the ranks in `discarded`, then propose that the save failed.
+    """Propose that the save failed.
 
-    This agent has named these shards and proposed no record of them, so no node can make a
-    checkpoint of the save. On a full disk, their space is needed for the end. Answer: `Ended` or
+    A full disk has no room for the end: then delete the shards of the ranks in `discarded` first,
+    if the save has no end yet. This agent has proposed no record of them. Answer: `Ended` or
     `Trouble`.
     """
 

@@ -27,7 +27,7 @@ from megatron_flashckpt.agent.worker import Worker
 from megatron_flashckpt.catalog.directory import later_run
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.catalog.lineage import History
-from megatron_flashckpt.error_classes import will_last
+from megatron_flashckpt.error_classes import class_of, will_last
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
@@ -315,6 +315,15 @@ class Committer:
                 save.cost = merged.cost
                 return ended
             case core.Fail(failure, discarded):
+                # Another agent may have found a shard of this one, recorded it, and committed the
+                # save. So nothing is removed before the end is known, but on a full disk.
+                try:
+                    return proposals.propose_failure(store, iteration, save_id, failure)
+                except OSError as error:
+                    if class_of(error).kind != "full":
+                        raise
+                if (ended := proposals.look(store, iteration, save_id)) is not None:
+                    return ended
                 remove_own(store, iteration, save_id, discarded)
                 return proposals.propose_failure(store, iteration, save_id, failure)
             case core.MakeDurable(ended):

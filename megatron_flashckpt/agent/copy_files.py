@@ -81,6 +81,9 @@ def copied(
         own = shard_name(rank, header.save_id)  # of which a killed agent may have left a part
         store.discard_unfinished(iteration_dir(header.iteration), lambda name: name == own)
         shard = slot_shard(store, slot, header, meta, flow=flow, known=known)
+        if shard.is_found:  # of a copy that was never whole: its slot may have changed meanwhile
+            store.delete([_shard_file(header.iteration, header.save_id, rank)])
+            shard = slot_shard(store, slot, header, meta, flow=flow, known=known)
         try:
             rest = _rest_of(slab, index, rank, shard.digests)
             if rest is not None and rest.descriptor.save_id == header.save_id:

@@ -170,3 +170,15 @@ def test_a_save_fails_once_nobody_can_stage_the_missing_part(
     machine = node_with(0, world_size=2)
     machine.note(0.0, core.Connected(frozenset(connected), frozenset(gone)))
     assert isinstance(machine.next(0.0), core.Fail) is fails
+
+
+@pytest.mark.parametrize("is_proposed", [False, True])
+def test_a_full_disk_costs_no_shard_whose_record_may_exist(*, is_proposed: bool) -> None:
+    machine = node_with(0, 1, durable=(0, 1) if is_proposed else (0,))
+    if is_proposed:
+        assert machine.next(0.0) == core.WriteRecords(frozenset({0, 1}))
+        machine.note(0.0, core.Trouble("no answer", may_pass=False))
+    machine.note(0.0, core.GivenUp(Failure(failed="no space")))
+    action = machine.next(1.0)
+    assert isinstance(action, core.Fail)
+    assert action.discarded == (frozenset() if is_proposed else {0})

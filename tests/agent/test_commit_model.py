@@ -748,13 +748,6 @@ def test_no_interleaving_breaks_a_promise() -> None:
     check()
 
 
-def _frees_before_the_end(self: CommitCore, now: float) -> core.Action:
-    action = _next(self, now)
-    if isinstance(action, core.Fail):
-        return core.Fail(action.failure, frozenset(self.ranks))
-    return action
-
-
 def _believes_itself(self: CommitCore, now: float, seen: core.Observation) -> None:
     if isinstance(seen, core.Ended) and self._failure is not None:
         seen = core.Ended(End.FAILED, self._failure, True)
@@ -764,12 +757,6 @@ def _believes_itself(self: CommitCore, now: float, seen: core.Observation) -> No
 def _waits_for_ever(self: CommitCore, now: float) -> core.Action:
     self.timeout_s = 1e9
     return _next(self, now)
-
-
-def _forgets_what_it_proposed(self: CommitCore, now: float) -> core.Action:
-    action = _next(self, now)
-    self._proposed &= self._recorded
-    return action
 
 
 def _tracks_what_may_be_lost(self: CommitCore, now: float) -> core.Action:
@@ -811,9 +798,7 @@ _next, _note = CommitCore.next, CommitCore.note
 @pytest.mark.parametrize(
     ("owner", "name", "without"),
     [
-        (CommitCore, "next", _frees_before_the_end),
         (CommitCore, "next", _waits_for_ever),
-        (CommitCore, "next", _forgets_what_it_proposed),
         (CommitCore, "next", _tracks_what_may_be_lost),
         (CommitCore, "note", _believes_itself),
         (proposals, "create_end", _does_not_read_back),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -20,6 +21,7 @@ from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.durable_commands import DurableCommands
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.lineage import History
+from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.end import End, Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import (
     TRACKER,
@@ -198,3 +200,31 @@ def test_the_tracker_follows_the_history_of_the_run_that_this_agent_serves(
     committer._node.history = History(LATER.name, (Ancestor(RUN.name, left_at),))
     committer._track(save)
     assert save.store.objects.get(TRACKER) == tracked
+
+
+@pytest.mark.parametrize(
+    ("is_full", "has_end", "goes"),
+    [(False, False, False), (True, False, True), (True, True, False)],
+)
+def test_a_shard_goes_before_the_end_only_if_a_full_disk_has_no_room_for_it(
+    *, is_full: bool, has_end: bool, goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another agent may have found the shard and committed the save."""
+    committer, save = pending(1, {0: _Rank(RUN)}, RUN)
+    store = save.store
+    shard = f"{save.directory}/{shard_name(0, SAVE)}"
+    store.create(shard, b"shard")
+    create = store.create
+
+    def create_if_there_is_room(name: str, data: bytes) -> None:
+        if is_full and shard in store.objects:
+            if has_end:
+                create(name, encode_failure(Failure(failed="first")))
+            raise StorageError(errno.ENOSPC, "full")
+        create(name, data)
+
+    monkeypatch.setattr(store, "create", create_if_there_is_room)
+    failure = Failure(failed="first" if has_end else "ours")
+    ended = committer._attempt(save, core.Fail(Failure(failed="ours"), frozenset({0})))
+    assert ended == core.Ended(End.FAILED, failure, is_durable=not has_end)
+    assert (shard not in store.objects) is goes

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from pathlib import Path
 
 import pytest
 
 from megatron_flashckpt.agent import shard_writer
+from megatron_flashckpt.agent.copy_files import copied
 from megatron_flashckpt.agent.janitor import Janitor
 from megatron_flashckpt.agent.shard_writer import DurableShard, slot_shard
+from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.catalog.lineage import History, Save
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
@@ -21,7 +24,9 @@ from megatron_flashckpt.file_format.file_names import (
     save_name,
     shard_name,
 )
-from megatron_flashckpt.memory.slot import Slot
+from megatron_flashckpt.layout.template import PlanCache
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import Slot, SlotState
 from megatron_flashckpt.storage import posix_writer
 from megatron_flashckpt.storage.posix_files import PART, temporary_name
 from megatron_flashckpt.storage.posix_store import PosixStore
@@ -30,7 +35,13 @@ from tests.agent.conftest import Node
 from tests.support.agents import agent_here
 from tests.support.histories import committed_save
 from tests.support.memory_store import MemoryStore
-from tests.support.trainer import eventually, staged_slot
+from tests.support.trainer import (
+    eventually,
+    new_save_id,
+    pieces_of,
+    staged_slot,
+    write_slot,
+)
 
 STORES = pytest.mark.parametrize("in_memory", [False, True])
 
@@ -137,6 +148,21 @@ def test_a_shard_that_gets_its_name_after_the_save_has_failed_goes(
             eventually(
                 "no shard", lambda: {path.suffix for path in directory.iterdir()} == {".end"}
             )
+
+
+def test_a_copy_is_not_made_of_a_shard_that_was_left_without_its_description(
+    tmp_path: Path,
+) -> None:
+    """A slot for memory only may have been overwritten while that shard was written."""
+    store, layout = PosixStore(tmp_path), PlanCache().layout(pieces_of(0, 1, "weight", 1000))
+    with contextlib.closing(Slab.create(1, 16384, layout.nbytes, "0")) as slab:
+        slot = write_slot(slab.slots[0], layout, 1, new_save_id(), SlotState.KEPT)
+        written(store, slot)
+        with slot.data() as data:
+            data[0] ^= 1
+            right = bytes(data)
+        copied(store, 0, slab, 0, slot.header, slot.meta, Flow(1), lambda: None)
+        assert store.get(name_of(slot)).endswith(right)
 
 
 def in_run(number: int, iteration: int) -> Save:
