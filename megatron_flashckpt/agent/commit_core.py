@@ -38,7 +38,7 @@ class Joined:
 
     rank: int
     is_adopted: bool = False
-    """True if another agent had the slot before: that agent may have created the record."""
+    """True if another agent may have created the record: it had the slot, or wrote the shard."""
 
 
 @dataclasses.dataclass(frozen=True)

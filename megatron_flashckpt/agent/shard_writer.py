@@ -45,7 +45,7 @@ class DurableShard(NamedTuple):
 
     record: CommitRecord
     digests: tuple[str, ...]
-    """Of the chunks in storage; the slot may have changed since another agent wrote them."""
+    """Digests of the stored chunks; the slot may have changed since another agent wrote them."""
     is_found: bool = False
     """True if the shard had its name before: another agent may have written it, and its record."""
 

@@ -46,8 +46,8 @@ _OBJECT = "object"
 class PosixStore:
     """See `storage.store.Store`. The root is made by the first write, and never again.
 
-    Incomplete objects have temporary names, which `list` leaves out. Those of killed processes are
-    removed with their directory, when it holds nothing else, but for large ones.
+    Incomplete objects have temporary names, which `list` leaves out. Small ones of killed processes
+    are removed with their directory, when it holds nothing else; large ones keep the directory.
     """
 
     advice = FILES

@@ -55,7 +55,7 @@ def written(save: Path, *kinds: str) -> list[int]:
 
 
 def test_replicas_write_equal_shares(saved: tuple[Path, Result]) -> None:
-    """Of two configured replicas each is on a node of its own: ranks 0 and 1 share a node."""
+    """Two configured replicas are on different nodes: ranks 0 and 1 share a node."""
     # Shares end at elements of at most four bytes, in two streams (optimizer and weights).
     share = written(saved[0] / "share", "weight", "master")
     assert 0 < max(share) <= min(share) + 8
