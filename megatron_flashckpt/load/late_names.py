@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 #: File systems of one machine, whose names are never late.
-_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"}
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"}
 
 
 def read_settled(
@@ -76,4 +76,4 @@ def may_be_late(root: str, mounts: str | None = None) -> bool:
         is_above = path == point or path.startswith(point.rstrip("/") + "/")
         if is_above and len(point) >= len(best):
             best, kind = point, described.split()[0]
-    return kind not in _LOCAL
+    return kind not in LOCAL

@@ -64,10 +64,10 @@ class LaterProcess:
 def _serve(environment: dict[str, str], log: str, connection: Connection, *arguments: Any) -> None:
     settle_in(environment, log)
     from tools.crash.second_starts import RankRun
-    from tools.crash.trouble import retry_at_once
+    from tools.crash.trouble import expect_faults
 
     if environment:
-        retry_at_once()
+        expect_faults()
     run = RankRun(*arguments)
     while True:
         try:

@@ -46,9 +46,9 @@ def start(environment: dict[str, str], log: str, plan: RunPlan, *arguments: Any)
     if plan.forks:
         fork_at(plan.forks, Path(plan.save).parent)
     if "FAULTY_STORAGE" in environment:
-        from tools.crash.trouble import retry_at_once
+        from tools.crash.trouble import expect_faults
 
-        retry_at_once()
+        expect_faults()
     from tools.crash.rank import main
 
     try:

@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_flashckpt.error_classes import TABLE
+from megatron_flashckpt.load import late_names
 from megatron_flashckpt.storage import retrying_store
 from tests.faulty_storage.preload import (
     CALLS,
@@ -119,9 +120,13 @@ def environment(root: Path | str) -> dict[str, str]:
     }
 
 
-def retry_at_once() -> None:
-    """Make this process retry reads within a second, because these errors pass at once."""
+def expect_faults() -> None:
+    """Tell this process what its storage is like: errors pass at once, and names come late.
+
+    The package would take the file system for a local one, whose names are never late.
+    """
     retrying_store.PAUSES_S = (0.1, 0.2, 0.4, 0.4)
+    late_names.LOCAL.clear()
 
 
 def failed_calls(home: Path) -> list[str]:
