@@ -134,7 +134,7 @@ def wait(store: Store, world_size: int, per_node: int, seconds: float) -> None:
         machine.note(now, core.Durable(rank))
     machine.note(now, core.Recorded(frozenset(machine.ranks)))
     while now < seconds:
-        match machine.next(now):
+        match machine.next(now, core.Trainers()):
             case core.Wait(until):
                 now = until
             case core.Look():

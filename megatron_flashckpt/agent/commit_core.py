@@ -12,6 +12,7 @@ differ in what they may propose, and never need to know what another node does a
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from megatron_flashckpt.errors import first_few
 from megatron_flashckpt.file_format.end import End, Failure
@@ -39,16 +40,6 @@ class Joined:
     rank: int
     is_adopted: bool = False
     """True if another agent may have created the record: it had the slot, or wrote the shard."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Connected:
-    """Ranks of this node by whether their process is connected to the agent."""
-
-    ranks: frozenset[int]
-    """These ranks will stage their part soon."""
-    gone: frozenset[int] = frozenset()
-    """Ranks whose processes of the save's run were connected, and have ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +98,7 @@ class Trouble:
     """True if only a person can remove the cause."""
 
 
-Observation = Joined | Connected | Durable | GivenUp | Recorded | Looked | Ended | Unseen | Trouble
+Observation = Joined | Durable | GivenUp | Recorded | Looked | Ended | Unseen | Trouble
 
 
 # ---------------------------------------------------------------------- actions
@@ -180,6 +171,23 @@ class Conclude:
 Action = Wait | WriteRecords | Look | Commit | Fail | MakeDurable | Conclude
 
 
+@dataclasses.dataclass(frozen=True)
+class Trainers:
+    """Ranks of this node by whether their process is connected to the agent."""
+
+    connected: frozenset[int] = frozenset()
+    """These ranks will stage their part soon."""
+    gone: frozenset[int] = frozenset()
+    """Ranks whose processes of the save's run were connected, and have ended."""
+
+
+class _Outage(NamedTuple):
+    """Errors of storage without an answer between them."""
+
+    since: float
+    last: Trouble
+
+
 class CommitCore:
     """One save on one node. Not thread-safe.
 
@@ -201,8 +209,6 @@ class CommitCore:
         self.staged_at = staged_at
         self.timeout_s = timeout_s
         self._pace = pace
-        self._connected: frozenset[int] = frozenset()
-        self._gone: frozenset[int] = frozenset()
         #: Ranks whose records may be in storage: a create that raised, or one of an agent that was
         #: killed, may have taken effect.
         self._proposed: set[int] = set()
@@ -210,21 +216,24 @@ class CommitCore:
         self._publish_by: float | None = None
         #: Ranks of all nodes with a record, at the last look; only on the node of rank 0.
         self._listed: frozenset[int] = frozenset()
-        self._failure: Failure | None = None
-        self.end: Ended | None = None
-        """The end; None while it is not known."""
+        #: The end; before it is known, the failure that this node proposes.
+        self._verdict: Ended | Failure | None = None
         self._next_at = staged_at
         self._pause_s = pace.shortest_s
         self._unseen_since: float | None = None
-        self._trouble: Trouble | None = None
-        self._troubled_since = 0.0
+        self._outage: _Outage | None = None
 
     # ------------------------------------------------------------------ for others
 
     @property
     def is_over(self) -> bool:
         """Return whether further shards of this node are useless."""
-        return self.end is not None or self._failure is not None
+        return self._verdict is not None
+
+    @property
+    def end(self) -> Ended | None:
+        """Return the end; None while it is not known."""
+        return self._verdict if isinstance(self._verdict, Ended) else None
 
     @property
     def has_failed(self) -> bool:
@@ -255,8 +264,8 @@ class CommitCore:
                 f"the shards of {len(writing)} rank{plural} ({first_few(writing)}) are still being "
                 f"written: {self.place} is slow, or hangs"
             )
-        if self._trouble is not None:
-            return f"storage does not answer as it should: {self._trouble.text}"
+        if self._outage is not None:
+            return f"storage does not answer as it should: {self._outage.last.text}"
         if not self.ranks <= self._recorded:
             return f"the commit records of this node cannot be written: {self.place} is slow"
         if not self.holds_rank_0:
@@ -277,117 +286,106 @@ class CommitCore:
         Args:
             now: seconds of a clock that is never set.
         """
-        if not isinstance(seen, (Trouble, Joined, Connected, Durable, GivenUp)):
-            self._trouble = None  # storage has answered
+        if not isinstance(seen, (Trouble, Joined, Durable, GivenUp)):
+            self._outage = None  # storage has answered
         match seen:
             case Joined(rank, is_adopted):
                 self.ranks.add(rank)
                 if is_adopted:
                     self._proposed.add(rank)
-                self._at_once(now)
-            case Connected(ranks, gone):
-                self._connected, self._gone = ranks, gone
             case Durable(rank):
                 self.durable.add(rank)
                 if self._publish_by is None:
                     shortest_s, longest_s = _PUBLISH_S
                     waited_s = (now - self.staged_at) / 4
                     self._publish_by = now + min(max(waited_s, shortest_s), longest_s)
-                self._at_once(now)
             case GivenUp(failure):
-                self._failure = self._failure or failure
-                self._at_once(now)
+                self._verdict = self._verdict or failure
             case Recorded(ranks):
                 self._recorded |= ranks
                 self._publish_by = None
-                self._at_once(now)
             case Looked(recorded):
                 if recorded is not None:
                     if recorded > self._listed:
                         self._pause_s = self._pace.shortest_s
                     self._listed = recorded
-                self._later(now)
             case Ended():
-                self.end = seen
-                self._at_once(now)
+                self._verdict = seen
             case Unseen(text):
                 self._unseen_since = self._unseen_since or now
                 if now - self._unseen_since > PATIENCE_S:
-                    self._failure = self._failure or Failure(failed=text)
-                self._later(now)
+                    self._verdict = self._verdict or Failure(failed=text)
             case Trouble():
                 self._note_trouble(now, seen)
+        if isinstance(seen, (Looked, Unseen)):
+            # Other nodes have as many ranks as this one, give or take.
+            nodes = self.world_size / max(len(self.ranks), 1)
+            self._next_at = now + max(self._pause_s, nodes / self._pace.most_per_s)
+            self._pause_s = min(2 * self._pause_s, self._pace.longest_s)
+        elif self._outage is None:
+            self._next_at, self._pause_s = now, self._pace.shortest_s
 
     def _note_trouble(self, now: float, trouble: Trouble) -> None:
-        if self._trouble is None:
-            self._troubled_since, self._pause_s = now, _RETRY_S[0]
-        self._trouble = trouble
+        if self._outage is None:
+            self._outage, self._pause_s = _Outage(now, trouble), _RETRY_S[0]
+        self._outage = self._outage._replace(last=trouble)
         self._next_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
         if not self.ranks <= self.durable:
             return  # the errors of its shards say which ranks have failed
         if self.awaits_others and not self.holds_rank_0:
             return  # the node of rank 0 decides, and storage may answer it
-        is_long = self.holds_rank_0 and now - self._troubled_since > PATIENCE_S
+        is_long = self.holds_rank_0 and now - self._outage.since > PATIENCE_S
         if not trouble.may_pass or is_long:
-            self._failure = self._failure or Failure(failed=trouble.text, lasts=trouble.lasts)
+            self._verdict = self._verdict or Failure(failed=trouble.text, lasts=trouble.lasts)
 
-    def _at_once(self, now: float) -> None:
-        if self._trouble is None:
-            self._next_at, self._pause_s = now, self._pace.shortest_s
-
-    def _later(self, now: float) -> None:
-        # Other nodes have as many ranks as this one, give or take.
-        nodes = self.world_size / max(len(self.ranks), 1)
-        self._next_at = now + max(self._pause_s, nodes / self._pace.most_per_s)
-        self._pause_s = min(2 * self._pause_s, self._pace.longest_s)
-
-    def next(self, now: float) -> Action:
+    def next(self, now: float, trainers: Trainers) -> Action:
         """Return what to do next; only the driver calls this, and reports what it saw to `note`."""
-        if self.end is not None and (self.end.is_durable or not self.holds_rank_0):
-            return Conclude(self.end.end, self.end.failure)
         has_expired = now - self.staged_at > self.timeout_s
-        if self.end is None and has_expired and self._failure is None:
-            is_final = self.awaits_others and self._trouble is None
-            self._failure = Failure(failed=self.gave_up(), is_final=is_final)
-        if missing := self._never_staged():
+        if has_expired and self._verdict is None:
+            is_final = self.awaits_others and self._outage is None
+            self._verdict = Failure(failed=self.gave_up(), is_final=is_final)
+        if missing := self._never_staged(trainers):
             # A rank without a part has no record, so no node can make a checkpoint of the save.
             reason = (
                 f"rank {first_few(missing)} ended before its part of the save was in host memory"
             )
-            self._failure = self._failure or Failure(
+            self._verdict = self._verdict or Failure(
                 failed=reason, is_final=True, was_interrupted=True
             )
-        if self._is_given_up(now, has_expired=has_expired):
-            end = self.end
-            return Conclude(None, self._failure) if end is None else Conclude(end.end, end.failure)
-        if now < self._next_at:
-            return Wait(self._next_at)
-        if self.end is not None:
-            return MakeDurable(self.end)
-        if self._failure is not None:
-            return Fail(self._failure, frozenset(self.durable - self._proposed))
+        is_given_up = self._is_given_up(now, has_expired=has_expired)
+        match self._verdict:
+            case Ended() as ended if ended.is_durable or not self.holds_rank_0 or is_given_up:
+                return Conclude(ended.end, ended.failure)
+            case Failure() as failure if is_given_up:
+                return Conclude(None, failure)
+            case _ if now < self._next_at:
+                return Wait(self._next_at)
+            case Ended() as ended:
+                return MakeDurable(ended)
+            case Failure() as failure:
+                return Fail(failure, frozenset(self.durable - self._proposed))
         unrecorded = self.durable - self._recorded
-        if unrecorded and (self._all_durable() or now >= (self._publish_by or now)):
+        if unrecorded and (self._all_durable(trainers) or now >= (self._publish_by or now)):
             self._proposed |= unrecorded
             return WriteRecords(frozenset(unrecorded))
         if len(self._listed) == self.world_size:
             return Commit()
         return Look(records=self.holds_rank_0 and self.ranks <= self._recorded)
 
-    def _all_durable(self) -> bool:
+    def _all_durable(self, trainers: Trainers) -> bool:
         """Return whether no rank of this node will need a record of its own soon."""
-        awaited = {rank for rank in self._connected if rank < self.world_size}
+        awaited = {rank for rank in trainers.connected if rank < self.world_size}
         return self.ranks | awaited <= self.durable
 
-    def _never_staged(self) -> list[int]:
+    def _never_staged(self, trainers: Trainers) -> list[int]:
         """Return the ranks of this node whose part nobody can stage any more.
 
         All processes of the node have ended: a single one may come back to the agent.
         """
-        if self._connected or self.end is not None:
+        if trainers.connected or self.end is not None:
             return []
-        return sorted(rank for rank in self._gone - self.ranks if rank < self.world_size)
+        return sorted(rank for rank in trainers.gone - self.ranks if rank < self.world_size)
 
     def _is_given_up(self, now: float, *, has_expired: bool) -> bool:
         """Return whether storage has failed for so long that this node does not wait for the end.
@@ -395,10 +393,10 @@ class CommitCore:
         The end may exist. So nothing is removed, and a later commit closes the save. If the end is
         known, only its durability is not.
         """
-        if self._trouble is None or (self._failure is None and self.end is None):
+        if self._outage is None or self._verdict is None:
             return False
-        patience_s = 2 * PATIENCE_S if self._trouble.may_pass else _LASTING_S
-        return has_expired or now - self._troubled_since > patience_s
+        patience_s = 2 * PATIENCE_S if self._outage.last.may_pass else _LASTING_S
+        return has_expired or now - self._outage.since > patience_s
 
     def gave_up(self) -> str:
         """Return the error of a save that was not committed in time."""

@@ -235,8 +235,7 @@ class Committer:
                 if self.pending.get(save.save_id) is not save:  # concluded without this thread
                     return 0.0
                 now = time.monotonic()
-                save.core.note(now, self._connected(save))
-                action = save.core.next(now)
+                action = save.core.next(now, self._trainers(save))
             if isinstance(action, core.Wait):
                 return action.until
             if isinstance(action, core.Conclude):
@@ -247,14 +246,14 @@ class Committer:
             with self._node.changed:
                 save.core.note(time.monotonic(), seen)
 
-    def _connected(self, save: PendingSave) -> core.Connected:
+    def _trainers(self, save: PendingSave) -> core.Trainers:
         """Return which ranks of this node have connected trainers. The lock is held.
 
         Only processes of the run that makes the save had a part of it: ranks move between nodes.
         """
         run = file_names.run_of(save.save_id)
         ranks = self._node.ranks.items()
-        return core.Connected(
+        return core.Trainers(
             frozenset(number for number, rank in ranks if rank.connection is not None),
             frozenset(n for n, rank in ranks if rank.connection is None and rank.run == run),
         )

@@ -13,6 +13,7 @@ from megatron_flashckpt.file_format.end import Failure
 from megatron_flashckpt.storage.posix_store import PosixStore
 
 TIMEOUT_S = 3600.0
+NOBODY = core.Trainers()
 
 
 def node_with(
@@ -58,8 +59,8 @@ def test_records_wait_for_connected_and_writing_ranks_of_this_job(
     durable: tuple[int, ...], connected: tuple[int, ...], *, is_due: bool
 ) -> None:
     machine = node_with(0, 1, durable=durable)
-    machine.note(0.0, core.Connected(frozenset(connected)))
-    assert isinstance(machine.next(0.0), core.WriteRecords) is is_due
+    trainers = core.Trainers(frozenset(connected))
+    assert isinstance(machine.next(0.0, trainers), core.WriteRecords) is is_due
 
 
 @pytest.mark.parametrize(
@@ -67,17 +68,17 @@ def test_records_wait_for_connected_and_writing_ranks_of_this_job(
 )
 def test_a_longer_save_waits_longer_within_bounds(since_s: float, wait_s: float) -> None:
     machine = node_with(0, 1, durable=(0,), at=since_s)
-    machine.note(since_s, core.Connected(frozenset({0, 1, 2})))
     machine.note(since_s + wait_s - 0.2, core.Durable(1))  # does not extend the wait of the first
-    assert not isinstance(machine.next(since_s + wait_s - 0.1), core.WriteRecords)
-    assert isinstance(machine.next(since_s + wait_s), core.WriteRecords)
+    trainers = core.Trainers(frozenset({0, 1, 2}))
+    assert not isinstance(machine.next(since_s + wait_s - 0.1, trainers), core.WriteRecords)
+    assert isinstance(machine.next(since_s + wait_s, trainers), core.WriteRecords)
 
 
 def test_a_save_that_has_failed_publishes_no_record() -> None:
     machine = node_with(0, 1, durable=(0,))
     machine.note(0.0, core.GivenUp(Failure(failed="no space")))
     machine.note(0.0, core.Durable(1))
-    assert machine.next(0.0) == core.Fail(Failure(failed="no space"), frozenset({0, 1}))
+    assert machine.next(0.0, NOBODY) == core.Fail(Failure(failed="no space"), frozenset({0, 1}))
 
 
 # ---------------------------------------------------------------------- waits, and their end
@@ -87,7 +88,7 @@ def waits(machine: CommitCore, until_s: float, answer: core.Observation) -> list
     """Return what a node does until a time, if storage always gives one answer."""
     now, actions = 0.0, []
     while now < until_s:
-        action = machine.next(now)
+        action = machine.next(now, NOBODY)
         if isinstance(action, core.Wait):
             now = action.until
         elif isinstance(action, core.Conclude):
@@ -119,7 +120,7 @@ def test_the_node_of_rank_0_gives_up_after_20_s_and_the_others_wait_for_it(rank:
     actions = waits(machine, 500.0, core.Trouble("no answer", may_pass=True))
     proposes = any(isinstance(action, core.Fail) for action in actions)
     assert proposes == (rank == 0)
-    assert isinstance(machine.next(500.0), core.Conclude) == (rank == 0)
+    assert isinstance(machine.next(500.0, NOBODY), core.Conclude) == (rank == 0)
 
 
 @pytest.mark.parametrize(("may_pass", "until_s"), [(True, 40.0), (False, 5.0)])
@@ -131,8 +132,8 @@ def test_a_node_waits_so_long_for_an_end_that_storage_does_not_take(
     machine.note(0.0, core.GivenUp(Failure(failed="no space")))
     machine.note(0.0, core.Trouble("hangs", may_pass))
     machine.note(until_s - 0.1, core.Trouble("hangs", may_pass))
-    assert not isinstance(machine.next(until_s - 0.1), core.Conclude)
-    assert machine.next(until_s + 0.1) == core.Conclude(None, Failure(failed="no space"))
+    assert not isinstance(machine.next(until_s - 0.1, NOBODY), core.Conclude)
+    assert machine.next(until_s + 0.1, NOBODY) == core.Conclude(None, Failure(failed="no space"))
 
 
 def test_shards_that_stay_invisible_for_20_s_fail_the_save() -> None:
@@ -140,7 +141,7 @@ def test_shards_that_stay_invisible_for_20_s_fail_the_save() -> None:
     for at, fails in ((1.0, False), (20.9, False), (21.1, True)):
         machine.note(at, core.Looked(frozenset(range(4))))
         machine.note(at, core.Unseen("a shard is missing"))
-        action = machine.next(at + 1.0)
+        action = machine.next(at + 1.0, NOBODY)
         assert (action == core.Fail(Failure(failed="a shard is missing"), frozenset())) is fails
 
 
@@ -152,8 +153,8 @@ def test_shards_that_stay_invisible_for_20_s_fail_the_save() -> None:
 def test_a_save_that_times_out_names_what_is_missing(ranks: tuple[int, ...], missing: str) -> None:
     machine = recorded(*ranks)
     machine.note(1.0, core.Looked(frozenset({0, 2})))
-    assert not isinstance(machine.next(TIMEOUT_S), core.Fail)
-    action = machine.next(TIMEOUT_S + 1)
+    assert not isinstance(machine.next(TIMEOUT_S, NOBODY), core.Fail)
+    action = machine.next(TIMEOUT_S + 1, NOBODY)
     assert isinstance(action, core.Fail)
     for words in ("here: gave up after 3600 s", missing, "agent.commit_timeout_s"):
         assert words in action.failure.failed
@@ -168,17 +169,17 @@ def test_a_save_fails_once_nobody_can_stage_the_missing_part(
     connected: tuple[int, ...], gone: tuple[int, ...], *, fails: bool
 ) -> None:
     machine = node_with(0, world_size=2)
-    machine.note(0.0, core.Connected(frozenset(connected), frozenset(gone)))
-    assert isinstance(machine.next(0.0), core.Fail) is fails
+    trainers = core.Trainers(frozenset(connected), frozenset(gone))
+    assert isinstance(machine.next(0.0, trainers), core.Fail) is fails
 
 
 @pytest.mark.parametrize("is_proposed", [False, True])
 def test_a_full_disk_costs_no_shard_whose_record_may_exist(*, is_proposed: bool) -> None:
     machine = node_with(0, 1, durable=(0, 1) if is_proposed else (0,))
     if is_proposed:
-        assert machine.next(0.0) == core.WriteRecords(frozenset({0, 1}))
+        assert machine.next(0.0, NOBODY) == core.WriteRecords(frozenset({0, 1}))
         machine.note(0.0, core.Trouble("no answer", may_pass=False))
     machine.note(0.0, core.GivenUp(Failure(failed="no space")))
-    action = machine.next(1.0)
+    action = machine.next(1.0, NOBODY)
     assert isinstance(action, core.Fail)
     assert action.discarded == (frozenset() if is_proposed else {0})

@@ -421,13 +421,8 @@ class Saves:
         if agent.action is None:
             ranks = frozenset(NODES[agent.number])
             has_ended = agent.number in self.ended
-            agent.core.note(
-                now,
-                core.Connected(
-                    frozenset() if has_ended else ranks, ranks if has_ended else frozenset()
-                ),
-            )
-            action = agent.core.next(now)
+            trainers = core.Trainers(gone=ranks) if has_ended else core.Trainers(ranks)
+            action = agent.core.next(now, trainers)
             if isinstance(action, core.Conclude):
                 self.conclude(agent, action)
                 return
@@ -749,20 +744,20 @@ def test_no_interleaving_breaks_a_promise() -> None:
 
 
 def _believes_itself(self: CommitCore, now: float, seen: core.Observation) -> None:
-    if isinstance(seen, core.Ended) and self._failure is not None:
-        seen = core.Ended(End.FAILED, self._failure, True)
+    if isinstance(seen, core.Ended) and isinstance(self._verdict, Failure):
+        seen = core.Ended(End.FAILED, self._verdict, True)
     _note(self, now, seen)
 
 
-def _waits_for_ever(self: CommitCore, now: float) -> core.Action:
+def _waits_for_ever(self: CommitCore, now: float, trainers: core.Trainers) -> core.Action:
     self.timeout_s = 1e9
-    return _next(self, now)
+    return _next(self, now, trainers)
 
 
-def _tracks_what_may_be_lost(self: CommitCore, now: float) -> core.Action:
+def _tracks_what_may_be_lost(self: CommitCore, now: float, trainers: core.Trainers) -> core.Action:
     if self.end is not None:
         return core.Conclude(self.end.end, self.end.failure)
-    return _next(self, now)
+    return _next(self, now, trainers)
 
 
 def _does_not_read_back(store: Any, iteration: int, save_id: str, end: bytes) -> tuple[bytes, bool]:

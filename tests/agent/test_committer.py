@@ -108,9 +108,9 @@ def test_processes_of_a_later_run_had_no_part_to_stage() -> None:
     """Ranks have moved between nodes: other nodes hold the parts of ranks 1 and 2."""
     ranks = {0: _Rank(RUN), 1: _Rank(LATER), 2: _Rank(LATER)}
     committer, save = pending(3, ranks, LATER)
-    assert committer._connected(save).gone == {0}
+    assert committer._trainers(save).gone == {0}
     ranks[1].connection = object()
-    assert committer._connected(save).ranks == {1}, "its record would share a file"
+    assert committer._trainers(save).connected == {1}, "its record would share a file"
 
 
 @pytest.mark.parametrize(("left_at", "is_useless"), [(10, False), (5, True)])
