@@ -131,7 +131,6 @@ def wait(store: Store, world_size: int, per_node: int, seconds: float) -> None:
     machine = CommitCore(store.place, world_size, now, math.inf, store.pace)
     for rank in range(world_size - per_node, world_size):
         machine.note(now, core.Joined(rank, is_adopted=True))
-        machine.note(now, core.Durable(rank))
     machine.note(now, core.Recorded(frozenset(machine.ranks)))
     while now < seconds:
         match machine.next(now, core.Trainers()):

@@ -12,9 +12,12 @@ differ in what they may propose, and never need to know what another node does a
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import first_few
+from megatron_flashckpt.file_format.commit_record import CommitRecord
 from megatron_flashckpt.file_format.end import End, Failure
 from megatron_flashckpt.storage.store import Pace
 
@@ -44,9 +47,9 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True)
 class Durable:
-    """A rank's shard is durable."""
+    """The shard of a rank, which the record describes, is durable."""
 
-    rank: int
+    record: CommitRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +70,15 @@ class Recorded:
 class Looked:
     """The save has no end yet, as this node sees it."""
 
-    recorded: frozenset[int] | None = None
-    """Ranks of all nodes with a record; None if only the end was looked for."""
+    records: Mapping[str, range] = dataclasses.field(default_factory=dict)
+    """Names and ranks of the records, of all nodes, that were listed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """A record that a listing has shown is not there."""
+
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +108,7 @@ class Trouble:
     """True if only a person can remove the cause."""
 
 
-Observation = Joined | Durable | GivenUp | Recorded | Looked | Ended | Unseen | Trouble
+Observation = Joined | Durable | GivenUp | Recorded | Looked | Missing | Ended | Unseen | Trouble
 
 
 # ---------------------------------------------------------------------- actions
@@ -113,9 +123,9 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class WriteRecords:
-    """Create the records of these ranks. Answer: `Recorded` or `Trouble`."""
+    """Create these records. Answer: `Recorded` or `Trouble`."""
 
-    ranks: frozenset[int]
+    records: tuple[CommitRecord, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +142,11 @@ class Look:
 class Commit:
     """Propose a manifest, from the records of all ranks, if every shard is there.
 
-    Answer: `Ended`, `Looked` (a record is not there any more), `Unseen` or `Trouble`.
+    Answer: `Ended`, `Missing`, `Unseen` or `Trouble`.
     """
+
+    names: frozenset[str]
+    """Names of the records."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +216,8 @@ class CommitCore:
         self, place: str, world_size: int, staged_at: float, timeout_s: float, pace: Pace
     ) -> None:
         self.ranks: set[int] = set()
-        self.durable: set[int] = set()
+        self.durable: dict[int, CommitRecord] = {}
+        """Records of the durable shards, by rank."""
         self.place = place
         self.world_size = world_size
         self.staged_at = staged_at
@@ -214,8 +228,9 @@ class CommitCore:
         self._proposed: set[int] = set()
         self._recorded: set[int] = set()
         self._publish_by: float | None = None
-        #: Ranks of all nodes with a record, at the last look; only on the node of rank 0.
-        self._listed: frozenset[int] = frozenset()
+        #: Names and ranks of the records, of all nodes, that listings have shown, unless a read did
+        #: not find them; only on the node of rank 0. A later listing may lack them.
+        self._listed: dict[str, range] = {}
         #: The end; before it is known, the failure that this node proposes.
         self._verdict: Ended | Failure | None = None
         self._next_at = staged_at
@@ -257,7 +272,7 @@ class CommitCore:
 
     def waits_for(self) -> str:
         """Return what the save is waiting for, as far as this node knows."""
-        writing = sorted(self.ranks - self.durable)
+        writing = sorted(self.ranks - self.durable.keys())
         if writing:
             plural = "s" if len(writing) > 1 else ""
             return (
@@ -270,7 +285,7 @@ class CommitCore:
             return f"the commit records of this node cannot be written: {self.place} is slow"
         if not self.holds_rank_0:
             return "its end, from the node of rank 0, is missing"
-        missing = sorted(set(range(self.world_size)) - self._listed)
+        missing = sorted(set(range(self.world_size)) - self._listed_ranks())
         if not missing:
             return f"{self.place} does not answer"
         return (
@@ -293,8 +308,8 @@ class CommitCore:
                 self.ranks.add(rank)
                 if is_adopted:
                     self._proposed.add(rank)
-            case Durable(rank):
-                self.durable.add(rank)
+            case Durable(record):
+                self.durable[record.rank] = record
                 if self._publish_by is None:
                     shortest_s, longest_s = _PUBLISH_S
                     waited_s = (now - self.staged_at) / 4
@@ -304,11 +319,13 @@ class CommitCore:
             case Recorded(ranks):
                 self._recorded |= ranks
                 self._publish_by = None
-            case Looked(recorded):
-                if recorded is not None:
-                    if recorded > self._listed:
-                        self._pause_s = self._pace.shortest_s
-                    self._listed = recorded
+            case Looked(records):
+                former = self._listed_ranks()
+                self._listed |= records
+                if self._listed_ranks() != former:
+                    self._pause_s = self._pace.shortest_s
+            case Missing(name):
+                del self._listed[name]
             case Ended():
                 self._verdict = seen
             case Unseen(text):
@@ -317,7 +334,7 @@ class CommitCore:
                     self._verdict = self._verdict or Failure(failed=text)
             case Trouble():
                 self._note_trouble(now, seen)
-        if isinstance(seen, (Looked, Unseen)):
+        if isinstance(seen, (Looked, Missing, Unseen)):
             # Other nodes have as many ranks as this one, give or take.
             nodes = self.world_size / max(len(self.ranks), 1)
             self._next_at = now + max(self._pause_s, nodes / self._pace.most_per_s)
@@ -331,7 +348,7 @@ class CommitCore:
         self._outage = self._outage._replace(last=trouble)
         self._next_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
-        if not self.ranks <= self.durable:
+        if not self.ranks <= self.durable.keys():
             return  # the errors of its shards say which ranks have failed
         if self.awaits_others and not self.holds_rank_0:
             return  # the node of rank 0 decides, and storage may answer it
@@ -364,19 +381,22 @@ class CommitCore:
             case Ended() as ended:
                 return MakeDurable(ended)
             case Failure() as failure:
-                return Fail(failure, frozenset(self.durable - self._proposed))
-        unrecorded = self.durable - self._recorded
+                return Fail(failure, frozenset(self.durable.keys() - self._proposed))
+        unrecorded = self.durable.keys() - self._recorded
         if unrecorded and (self._all_durable(trainers) or now >= (self._publish_by or now)):
             self._proposed |= unrecorded
-            return WriteRecords(frozenset(unrecorded))
-        if len(self._listed) == self.world_size:
-            return Commit()
+            return WriteRecords(tuple(self.durable[rank] for rank in sorted(unrecorded)))
+        if len(self._listed_ranks()) == self.world_size:
+            return Commit(frozenset(self._listed))
         return Look(records=self.holds_rank_0 and self.ranks <= self._recorded)
+
+    def _listed_ranks(self) -> set[int]:
+        return set(itertools.chain.from_iterable(self._listed.values()))
 
     def _all_durable(self, trainers: Trainers) -> bool:
         """Return whether no rank of this node will need a record of its own soon."""
         awaited = {rank for rank in trainers.connected if rank < self.world_size}
-        return self.ranks | awaited <= self.durable
+        return self.ranks | awaited <= self.durable.keys()
 
     def _never_staged(self, trainers: Trainers) -> list[int]:
         """Return the ranks of this node whose part nobody can stage any more.

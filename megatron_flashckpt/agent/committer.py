@@ -274,11 +274,9 @@ class Committer:
     def _attempt(self, save: PendingSave, action: core.Action) -> core.Observation:
         store, iteration, save_id = save.store, save.iteration, save.save_id
         match action:
-            case core.WriteRecords(ranks):
-                with self._node.changed:
-                    records = [save.records[rank] for rank in sorted(ranks)]
+            case core.WriteRecords(records):
                 proposals.create_records(store, records)
-                return core.Recorded(ranks)
+                return core.Recorded(frozenset(record.rank for record in records))
             case core.Look(with_records):
                 if (overtaken := self._overtaken(save)) is not None:
                     return core.GivenUp(overtaken)
@@ -287,11 +285,8 @@ class Committer:
                 if not with_records:
                     return core.Looked()
                 names = [entry.name for entry in store.list(save.directory)]
-                # A later listing may lack a name that this one has.
-                recorded = file_names.records_of(names, save_id, save.core.world_size)
-                save.records_seen.update(recorded)
-                return core.Looked(save.recorded)
-            case core.Commit():
+                return core.Looked(file_names.records_of(names, save_id, save.core.world_size))
+            case core.Commit(names):
                 hit("commit.ready")
                 if self._node.options.on_durable is not None:
                     announce(store, save.save)
@@ -299,7 +294,7 @@ class Committer:
                     trained_s = self._node.trained_s(file_names.run_of(save_id))
                 try:
                     ended, merged = proposals.propose_manifest(
-                        store, iteration, save_id, save.metas[0], save.records_seen, trained_s
+                        store, iteration, save_id, save.metas[0], names, trained_s
                     )
                 except (proposals.MissingRecordError, proposals.MissingShardsError) as error:
                     # Names that were seen are removed for a failed end, so nothing is waited for
@@ -307,8 +302,7 @@ class Committer:
                     if (end := proposals.look(store, iteration, save_id)) is not None:
                         return end
                     if isinstance(error, proposals.MissingRecordError):
-                        del save.records_seen[error.name]
-                        return core.Looked(save.recorded)
+                        return core.Missing(error.name)
                     logger.warning("iteration %d: trying again: %s", save.iteration, error)
                     return core.Unseen(str(error))
                 save.cost = merged.cost

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.commit_record import CommitRecord
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.store import Store
@@ -27,11 +25,6 @@ class PendingSave:
     """Decides the end of the save."""
     metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
     """Descriptions of the slots, by rank of this node."""
-    records: dict[int, CommitRecord] = dataclasses.field(default_factory=dict)
-    """Records of durable shards that this agent has written."""
-    records_seen: dict[str, range] = dataclasses.field(default_factory=dict)
-    """Names and ranks of the records that listings have shown, unless a read did not find them; for
-    the driver alone."""
     costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
     """Timings until the slot was staged, by rank of this node."""
     failed: set[int] = dataclasses.field(default_factory=set)
@@ -48,11 +41,6 @@ class PendingSave:
     @property
     def directory(self) -> str:
         return file_names.iteration_dir(self.iteration)
-
-    @property
-    def recorded(self) -> frozenset[int]:
-        """Ranks of all nodes whose records were seen."""
-        return frozenset(itertools.chain.from_iterable(self.records_seen.values()))
 
     @property
     def end(self) -> str:

@@ -228,7 +228,6 @@ class Saves:
         # The slot keeps the id that it was staged with; the shard is written under the save's id.
         header = msgspec.structs.replace(slot.header, save_id=save.save_id)
         info = slots.infos[slot.index]
-        shard: DurableShard | None = None
         to_copy = (number, slots, slot, slot.header, save.metas[number])
         # A former agent may have written an inherited slot, and memory may have changed since:
         # then the digests in storage come first.
@@ -241,7 +240,7 @@ class Saves:
             if isinstance(made, DurableShard):
                 with self._node.changed:
                     info.digests = made.digests
-                shard, seen = made, core.Durable(number)
+                seen = core.Durable(made.record)
                 if made.is_found:
                     with self._node.changed:
                         self._committer.note(save, core.Joined(number, is_adopted=True))
@@ -263,8 +262,7 @@ class Saves:
             self._keep_local(*to_copy)
         with self._node.changed:
             info.persisting = False
-            if shard is not None:
-                save.records[number] = shard.record
+            if isinstance(seen, core.Durable):
                 logger.info(
                     "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",
                     *(number, save.iteration, header.data_nbytes, seconds),

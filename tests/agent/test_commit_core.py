@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from megatron_flashckpt.agent import commit_core as core
@@ -16,6 +19,16 @@ TIMEOUT_S = 3600.0
 NOBODY = core.Trainers()
 
 
+def record(rank: int) -> Any:
+    """Return what the machine asks of a record."""
+    return SimpleNamespace(rank=rank)
+
+
+def listed(*ranks: int) -> core.Looked:
+    """Return what a listing shows that has a record of each rank."""
+    return core.Looked({f"record of {rank}": range(rank, rank + 1) for rank in ranks})
+
+
 def node_with(
     *ranks: int, durable: tuple[int, ...] = (), at: float = 0.0, world_size: int = 4
 ) -> CommitCore:
@@ -24,7 +37,7 @@ def node_with(
     for rank in ranks:
         machine.note(0.0, core.Joined(rank))
     for rank in durable:
-        machine.note(at, core.Durable(rank))
+        machine.note(at, core.Durable(record(rank)))
     return machine
 
 
@@ -33,7 +46,7 @@ def recorded(*ranks: int, world_size: int = 4) -> CommitCore:
     machine = node_with(world_size=world_size)
     for rank in ranks:
         machine.note(0.0, core.Joined(rank, is_adopted=True))
-        machine.note(0.0, core.Durable(rank))
+        machine.note(0.0, core.Durable(record(rank)))
     machine.note(0.0, core.Recorded(frozenset(ranks)))
     return machine
 
@@ -68,7 +81,8 @@ def test_records_wait_for_connected_and_writing_ranks_of_this_job(
 )
 def test_a_longer_save_waits_longer_within_bounds(since_s: float, wait_s: float) -> None:
     machine = node_with(0, 1, durable=(0,), at=since_s)
-    machine.note(since_s + wait_s - 0.2, core.Durable(1))  # does not extend the wait of the first
+    # A second shard does not extend the wait of the first.
+    machine.note(since_s + wait_s - 0.2, core.Durable(record(1)))
     trainers = core.Trainers(frozenset({0, 1, 2}))
     assert not isinstance(machine.next(since_s + wait_s - 0.1, trainers), core.WriteRecords)
     assert isinstance(machine.next(since_s + wait_s, trainers), core.WriteRecords)
@@ -77,7 +91,7 @@ def test_a_longer_save_waits_longer_within_bounds(since_s: float, wait_s: float)
 def test_a_save_that_has_failed_publishes_no_record() -> None:
     machine = node_with(0, 1, durable=(0,))
     machine.note(0.0, core.GivenUp(Failure(failed="no space")))
-    machine.note(0.0, core.Durable(1))
+    machine.note(0.0, core.Durable(record(1)))
     assert machine.next(0.0, NOBODY) == core.Fail(Failure(failed="no space"), frozenset({0, 1}))
 
 
@@ -102,7 +116,7 @@ def waits(machine: CommitCore, until_s: float, answer: core.Observation) -> list
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_waiting_node_asks_for_one_name_once_a_second_at_most(rank: int) -> None:
     """Thousands of nodes ask one metadata server; only that of rank 0 lists the records."""
-    answer = core.Looked(frozenset({0, 1})) if rank == 0 else core.Looked()
+    answer = listed(0, 1) if rank == 0 else core.Looked()
     actions = waits(recorded(rank), 100.0, answer)
     assert set(actions) == {core.Look(records=rank == 0)}
     assert len(actions) < 110
@@ -139,10 +153,20 @@ def test_a_node_waits_so_long_for_an_end_that_storage_does_not_take(
 def test_shards_that_stay_invisible_for_20_s_fail_the_save() -> None:
     machine = recorded(*range(4))
     for at, fails in ((1.0, False), (20.9, False), (21.1, True)):
-        machine.note(at, core.Looked(frozenset(range(4))))
+        machine.note(at, listed(*range(4)))
         machine.note(at, core.Unseen("a shard is missing"))
         action = machine.next(at + 1.0, NOBODY)
         assert (action == core.Fail(Failure(failed="a shard is missing"), frozenset())) is fails
+
+
+def test_a_listed_record_counts_until_a_read_does_not_find_it() -> None:
+    """A later listing may lack the record of another node."""
+    machine = recorded(0, 1)
+    machine.note(1.0, listed(2))
+    machine.note(2.0, listed(0, 1, 3))
+    assert machine.next(9.0, NOBODY) == core.Commit(frozenset(listed(*range(4)).records))
+    machine.note(9.0, core.Missing("record of 2"))
+    assert machine.next(19.0, NOBODY) == core.Look(records=True)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +176,7 @@ def test_shards_that_stay_invisible_for_20_s_fail_the_save() -> None:
 )
 def test_a_save_that_times_out_names_what_is_missing(ranks: tuple[int, ...], missing: str) -> None:
     machine = recorded(*ranks)
-    machine.note(1.0, core.Looked(frozenset({0, 2})))
+    machine.note(1.0, listed(0, 2))
     assert not isinstance(machine.next(TIMEOUT_S, NOBODY), core.Fail)
     action = machine.next(TIMEOUT_S + 1, NOBODY)
     assert isinstance(action, core.Fail)
@@ -177,7 +201,7 @@ def test_a_save_fails_once_nobody_can_stage_the_missing_part(
 def test_a_full_disk_costs_no_shard_whose_record_may_exist(*, is_proposed: bool) -> None:
     machine = node_with(0, 1, durable=(0, 1) if is_proposed else (0,))
     if is_proposed:
-        assert machine.next(0.0, NOBODY) == core.WriteRecords(frozenset({0, 1}))
+        assert machine.next(0.0, NOBODY) == core.WriteRecords((record(0), record(1)))
         machine.note(0.0, core.Trouble("no answer", may_pass=False))
     machine.note(0.0, core.GivenUp(Failure(failed="no space")))
     action = machine.next(1.0, NOBODY)

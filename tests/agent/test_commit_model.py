@@ -511,8 +511,7 @@ class Saves:
             self.storage.harmed.pop(SHARDS[rank], None)
             self.storage.names[SHARDS[rank]] = Object(SHARD, now, agent.number)
         self.storage.names[SHARDS[rank]].is_durable = True
-        agent.save.records[rank] = RECORDS[rank]
-        agent.core.note(now, core.Durable(rank))
+        agent.core.note(now, core.Durable(RECORDS[rank]))
         if agent.core.has_failed:
             janitor.remove_own(self.free(agent.number), ITERATION, SAVE, {rank})
 

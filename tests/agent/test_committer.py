@@ -79,8 +79,9 @@ def pending(
     machine = CommitCore("place", world_size, staged_at, TIMEOUT_S, MemoryStore.pace)
     save = PendingSave(MemoryStore(), 10, SAVE, SAVE, machine)
     meta: Any = SimpleNamespace(world_size=world_size)
+    record: Any = SimpleNamespace(rank=0)
     save.metas[0] = meta
-    for seen in (core.Joined(0), core.Durable(0), core.Recorded(frozenset({0}))):
+    for seen in (core.Joined(0), core.Durable(record), core.Recorded(frozenset({0}))):
         machine.note(staged_at, seen)
     committer.pending[SAVE] = save
     return committer, save
@@ -162,12 +163,14 @@ def test_a_save_whose_shards_are_gone_takes_its_end_as_soon_as_that_is_visible()
     committer, save = pending(1, {0: _Rank(RUN)}, RUN)
     committer._node.trained_s = lambda _: None
     save.metas[0] = persist(save.store, 10, SAVE, 0, 1, pieces_of(0, 1, "a weight", 10))
-    committer._carried_out(save, core.Look(records=True))
+    looked = committer._carried_out(save, core.Look(records=True))
+    assert isinstance(looked, core.Looked)
+    commit = core.Commit(frozenset(looked.records))
     del save.store.objects[f"{save.directory}/{shard_name(0, SAVE)}"]
-    assert isinstance(committer._carried_out(save, core.Commit()), core.Unseen)
+    assert isinstance(committer._carried_out(save, commit), core.Unseen)
     failure = Failure(failed="a later run has started")
     save.store.create(save.end, encode_failure(failure))
-    assert committer._carried_out(save, core.Commit()) == core.Ended(End.FAILED, failure)
+    assert committer._carried_out(save, commit) == core.Ended(End.FAILED, failure)
 
 
 def test_an_error_in_one_save_ends_neither_the_driver_nor_the_wait_for_the_save(
