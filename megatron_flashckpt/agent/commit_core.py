@@ -19,6 +19,7 @@ from typing import NamedTuple
 from megatron_flashckpt.errors import first_few
 from megatron_flashckpt.file_format.commit_record import CommitRecord
 from megatron_flashckpt.file_format.end import End, Failure
+from megatron_flashckpt.layout.save_cost import SaveCost
 from megatron_flashckpt.storage.store import Pace
 
 #: Seconds for which the node of rank 0 retries storage errors that may pass, so that a dead disk
@@ -89,6 +90,8 @@ class Ended:
     failure: Failure | None = None
     is_durable: bool = False
     """True if this node has created the name or made it durable, so a power loss spares it."""
+    cost: SaveCost | None = None
+    """Timings of the save, on the node that proposed a manifest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +262,11 @@ class CommitCore:
     def ended_elsewhere(self) -> bool:
         """Return whether another agent has decided the end."""
         return self.end is not None and not self.end.is_durable
+
+    @property
+    def cost(self) -> SaveCost | None:
+        """Return the timings of the save, if this node has proposed a manifest."""
+        return None if self.end is None else self.end.cost
 
     @property
     def holds_rank_0(self) -> bool:

@@ -293,7 +293,7 @@ class Committer:
                 with self._node.changed:
                     trained_s = self._node.trained_s(file_names.run_of(save_id))
                 try:
-                    ended, merged = proposals.propose_manifest(
+                    return proposals.propose_manifest(
                         store, iteration, save_id, save.metas[0], names, trained_s
                     )
                 except (proposals.MissingRecordError, proposals.MissingShardsError) as error:
@@ -305,8 +305,6 @@ class Committer:
                         return core.Missing(error.name)
                     logger.warning("iteration %d: trying again: %s", save.iteration, error)
                     return core.Unseen(str(error))
-                save.cost = merged.cost
-                return ended
             case core.Fail(failure, discarded):
                 # Another agent may have found a shard of this one, recorded it, and committed the
                 # save. So nothing is removed before the end is known, but on a full disk.
@@ -460,7 +458,7 @@ class Committer:
             seconds=time.monotonic() - save.core.staged_at,
             error=None if failure is None else failure.failed,
             world_size=save.core.world_size,
-            cost=save.cost,
+            cost=save.core.cost,
         )
         self._history.add(functools.partial(append, RetryingStore(save.store), past))
 
@@ -482,7 +480,7 @@ class Committer:
             save.save_id,
             None if failure is None else failure.failed,
             seconds,
-            cost=save.cost,
+            cost=save.core.cost,
             failed_ranks=tuple(sorted(self._failed_ranks(save))),
             lasts=failure is not None and failure.lasts,
             held=failure is not None and not (is_final or save.is_given_up),

@@ -7,7 +7,7 @@ import dataclasses
 from megatron_flashckpt.agent.commit_core import CommitCore
 from megatron_flashckpt.catalog.lineage import Save
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
+from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.store import Store
 
@@ -29,8 +29,6 @@ class PendingSave:
     """Timings until the slot was staged, by rank of this node."""
     failed: set[int] = dataclasses.field(default_factory=set)
     """Ranks of this node whose part has failed."""
-    cost: SaveCost | None = None
-    """Timings of the committed save, on the node of rank 0."""
     is_given_up: bool = False
     """Training went on without the save, so its slots are emptied."""
     has_looked_for_runs: bool = False

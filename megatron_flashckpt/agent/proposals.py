@@ -7,6 +7,7 @@ create that raised may have taken effect; the next attempt finds its own bytes, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Collection, Sequence
 
@@ -30,7 +31,6 @@ from megatron_flashckpt.file_format.commit_record import (
     encode_records,
 )
 from megatron_flashckpt.file_format.end import End, Failure
-from megatron_flashckpt.file_format.manifest import Manifest
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.store import Store, read_whole
@@ -229,8 +229,8 @@ def propose_manifest(
     meta: SlotMeta,
     names: Collection[str],
     trained_s: float | None = None,
-) -> tuple[Ended, Manifest]:
-    """Propose that a save is a checkpoint; return the end that it has, and the manifest.
+) -> Ended:
+    """Propose that a save is a checkpoint; return the end that it has, with the save's timings.
 
     Called by the agent that holds rank 0's part.
 
@@ -272,4 +272,4 @@ def propose_manifest(
         encoded = manifest.encode_manifest(merged)
         head, is_durable = create_end(store, iteration, save_id, encoded)
     hit("commit.end")
-    return _ended(head, is_durable=is_durable), merged
+    return dataclasses.replace(_ended(head, is_durable=is_durable), cost=merged.cost)

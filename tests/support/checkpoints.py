@@ -176,8 +176,8 @@ def make(
     ]
     directory = file_names.iteration_dir(iteration)
     names = [entry.name for entry in store.list(directory)]
-    end, _ = propose_manifest(store, iteration, save_id, metas[0], names)
-    assert end.end is End.COMMITTED
+    ended = propose_manifest(store, iteration, save_id, metas[0], names)
+    assert ended.end is End.COMMITTED
     moved_tracker(store, Save(iteration, save_id), None)
     records = file_names.records_of(names, save_id, len(pieces))
     store.delete([f"{directory}/{name}" for name in records])
