@@ -121,6 +121,13 @@ class Committer:
         save.core.note(time.monotonic(), seen)
         self._node.changed.notify_all()
 
+    def part_failed(self, save: PendingSave, number: int, failure: Failure) -> None:
+        """Report that the part of a rank cannot be written. The caller holds the lock."""
+        self._failed.setdefault(save.save_id, set()).add(number)
+        while len(self._failed) > _FAILURES_KNOWN:
+            del self._failed[next(iter(self._failed))]
+        self.note(save, core.GivenUp(failure))
+
     def run_opened(self, resumed: str | None) -> None:
         """Give up the pending saves that no rank of the newest run completes.
 
@@ -481,7 +488,7 @@ class Committer:
             None if failure is None else failure.failed,
             seconds,
             cost=save.core.cost,
-            failed_ranks=tuple(sorted(self._failed_ranks(save))),
+            failed_ranks=tuple(sorted(self._failed.get(save.save_id, ()))),
             lasts=failure is not None and failure.lasts,
             held=failure is not None and not (is_final or save.is_given_up),
         )
@@ -495,16 +502,6 @@ class Committer:
                 rank.slots.mark(save.staged_as, state, is_final=is_final)
         hit("save.marked")
         self._node.changed.notify_all()
-
-    def _failed_ranks(self, save: PendingSave) -> set[int]:
-        """Return the ranks of this node whose part has failed so far. The caller holds the lock."""
-        if not save.failed:
-            return set()
-        failed = self._failed.setdefault(save.save_id, set())
-        failed |= save.failed
-        while len(self._failed) > _FAILURES_KNOWN:
-            del self._failed[next(iter(self._failed))]
-        return failed
 
 
 def _why_useless(save: PendingSave, later: RunObject) -> Failure | None:

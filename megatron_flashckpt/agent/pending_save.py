@@ -27,8 +27,6 @@ class PendingSave:
     """Descriptions of the slots, by rank of this node."""
     costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
     """Timings until the slot was staged, by rank of this node."""
-    failed: set[int] = dataclasses.field(default_factory=set)
-    """Ranks of this node whose part has failed."""
     is_given_up: bool = False
     """Training went on without the save, so its slots are emptied."""
     has_looked_for_runs: bool = False

@@ -268,9 +268,9 @@ class Saves:
                     *(number, save.iteration, header.data_nbytes, seconds),
                     header.data_nbytes / 1e9 / max(seconds, 1e-9),
                 )
-            elif isinstance(seen, core.GivenUp):
-                save.failed.add(number)
-            if seen is not None:
+            if isinstance(seen, core.GivenUp):
+                self._committer.part_failed(save, number, seen.failure)
+            elif seen is not None:
                 self._committer.note(save, seen)
             self._node.drop_retired(self._node.ranks[number])
             self._node.changed.notify_all()
