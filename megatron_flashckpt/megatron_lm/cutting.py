@@ -20,17 +20,17 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     piece: Piece
     source: torch.Tensor
     """A flat tensor without gradients: a view, or a copy of a non-contiguous tensor."""
-    early: bool = False
-    """True if other code than `optimizer.step()` may change the tensor."""
+    start: int = 0
+    end: int | None = None
+    """The half-open range of the piece's elements in `source`; None: up to its end."""
     resizable: bool = False
     """True if the stored global shape may differ (padded vocabulary)."""
+    early: bool = False
+    """True if other code than `optimizer.step()` may change the tensor."""
     copy: CopyPlace | None = None
     """In a load: place of the copy that this rank had saved (`Geometry.copy`)."""
     origin: tuple[torch.Tensor, torch.Tensor] | None = None
     """A non-contiguous tensor and its contiguous copy; `source` is a view of the copy."""
-    start: int = 0
-    end: int | None = None
-    """The half-open range of the piece's elements in `source`; None: up to its end."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -67,8 +67,8 @@ def cut(
         LocalPiece(
             part.piece,
             section(flattened, part.start - start, part.end - start),
-            early,
-            geometry.resizable,
+            resizable=geometry.resizable,
+            early=early,
         )
         for part in geometry.parts(kind, tensor.dtype, start, end)
     ]

@@ -28,7 +28,6 @@ from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 #: The properties that make a tensor flat and the source of the same pieces. One call reads all,
 #: because most of its time is the wait for the tensor's memory.
 _form_of = operator.attrgetter("dtype", "nbytes", "ndim", "requires_grad")
-_data_of = operator.attrgetter("data")
 
 
 class WrittenEntry(NamedTuple):
@@ -52,15 +51,11 @@ class Repeat:
     def __init__(self, derived: Set[int], written: list[WrittenEntry]) -> None:
         self._derived = frozenset(derived)
         self._parameters = [id(w.entry.parameter) for w in written]
-        self._owned = [weakref.ref(w.entry.owned) for w in written]
-        self._owned_numels = [w.entry.end - w.entry.start for w in written]
         states = [_state_of(w) for w in written]
         self._names = list(itertools.chain.from_iterable(states))
         self._counts = list(map(len, states))
         used = {id(tensor) for w in written for tensor in w.kinds.values()}
-        owned = [w.entry.owned for w in written]
         values = [value for state in states for value in state.values()]
-        self._is_owned_used = [id(tensor) in used for tensor in owned]
         self._is_used = [id(value) in used for value in values]
         self._is_number = [
             w.is_written and id(value) not in used
@@ -68,7 +63,8 @@ class Repeat:
             for value in state.values()
         ]
         self._numbers = _kinds_of_numbers(itertools.compress(values, self._is_number))
-        tensors = self._tensors(owned, values)
+        tensors = [w.entry.owned for w in written]
+        tensors += itertools.compress(values, self._is_used)
         self._known = [weakref.ref(tensor) for tensor in tensors]
         self._forms = list(map(_form_of, tensors))
         self._weights = [number for number, w in enumerate(written) if w.weight_kind is not None]
@@ -102,22 +98,17 @@ class Repeat:
             return None
         table = list(optimizer_state.shards(sub))
         parameters = [parameter for parameter, _, _ in table]
-        owned = [shard for _, shard, _ in table]
-        if (
-            list(map(id, parameters)) != self._parameters
-            or not _are_same(owned, self._owned)
-            or list(map(torch.Tensor.numel, owned)) != self._owned_numels
-        ):
+        tensors = [shard for _, shard, _ in table]
+        if list(map(id, parameters)) != self._parameters:
             return None
-        state_of = sub.optimizer.state.get
-        states = [state_of(shard, _NO_STATE) for shard in owned]
+        states = list(map(sub.optimizer.state.get, tensors, itertools.repeat(_NO_STATE)))
         if (
             list(map(len, states)) != self._counts
             or list(itertools.chain.from_iterable(states)) != self._names
         ):
             return None
         values = list(itertools.chain.from_iterable(map(dict.values, states)))
-        tensors = self._tensors(owned, values)
+        tensors += itertools.compress(values, self._is_used)
         numbers = itertools.compress(values, self._is_number)
         if (
             not _are_same(tensors, self._known)
@@ -128,13 +119,12 @@ class Repeat:
         weights = _flat(list(map(parameters.__getitem__, self._weights)))
         return None if weights is None else self._arranged([*weights, *tensors])
 
-    def _tensors(self, owned: list[torch.Tensor], values: list[Any]) -> list[torch.Tensor]:
-        """Return the source tensors of the pieces, without the weights."""
-        states = itertools.compress(values, self._is_used)
-        return [*itertools.compress(owned, self._is_owned_used), *states]
-
     def _arrange(self, written: list[WrittenEntry], tensors: list[torch.Tensor]) -> None:
-        """Store the pieces and their source tensors, in the order of a full enumeration."""
+        """Store the pieces and their source tensors, in the order of a full enumeration.
+
+        Args:
+            tensors: all owned tensors, then the states that are written.
+        """
         positions = {id(tensor): n for n, tensor in enumerate(tensors, len(self._weights))}
         weight = itertools.count()
         self._pieces: list[Piece] = []
@@ -159,19 +149,10 @@ class Repeat:
                     self._resizable.append(geometry.resizable)
 
     def _arranged(self, tensors: list[torch.Tensor]) -> list[LocalPiece]:
-        """Return the pieces of `tensors`: all weights, then the tensors from `_tensors`."""
+        """Return the pieces of `tensors`: all written weights, then the tensors of `_arrange`."""
+        sources = map(tensors.__getitem__, self._sources)
         return list(
-            map(
-                LocalPiece,
-                self._pieces,
-                map(tensors.__getitem__, self._sources),
-                itertools.repeat(False),
-                self._resizable,
-                itertools.repeat(None),
-                itertools.repeat(None),
-                self._starts,
-                self._ends,
-            )
+            map(LocalPiece, self._pieces, sources, self._starts, self._ends, self._resizable)
         )
 
 
@@ -206,7 +187,7 @@ def _are_same(tensors: list[torch.Tensor], known: list[weakref.ref[torch.Tensor]
 
 def _flat(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor] | None:
     """Return flat views of the parameters, without gradients; None if one is not contiguous."""
-    contents = list(map(_data_of, parameters))  # half of the time of `detach`
-    if not all(map(torch.Tensor.is_contiguous, contents)):
+    if not all(map(torch.Tensor.is_contiguous, parameters)):
         return None
-    return list(map(torch.Tensor.view, contents, itertools.repeat(-1)))
+    # `data` takes half of the time of `detach`, and `ravel` two thirds of that of `view`.
+    return [p.data if p.ndim == 1 else p.data.ravel() for p in parameters]
