@@ -32,13 +32,6 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
     end: int | None = None
     """The half-open range of the piece's elements in `source`; None: up to its end."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the piece."""
-        if self.end is None:
-            return self.source.nbytes
-        return (self.end - self.start) * self.source.itemsize
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:

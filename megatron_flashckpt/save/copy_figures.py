@@ -12,8 +12,8 @@ import torch
 class CopyFigures:
     """Measurements of one save's copies. The copy thread and the training thread fill them in."""
 
-    nbytes: int
-    """Bytes that are copied, early and late."""
+    nbytes: int = 0
+    """Bytes that are copied, early and late; complete when the copies have ended."""
     locked_nbytes: int | None = None
     """Page-locked bytes of the rank's slots; None without a GPU."""
     slab_nbytes: int = 0

@@ -146,12 +146,11 @@ class Stager:
         if self._pinned is not None:
             self._pinned.hurry()
         late = [copy for copy in copies if not copy.early]
-        figures = CopyFigures(sum(copy.nbytes for copy in copies))
+        figures = CopyFigures()
         job = _Job(late, finish, recorder() or Recorder(), figures)
         try:
-            self._check_devices(copies)
             with phase("early copies"):
-                self._copy_early([copy for copy in copies if copy.early])
+                self._copy_early([copy for copy in copies if copy.early], figures)
             hit("stage.half")
         except Exception as failure:
             job.error = failure
@@ -162,10 +161,10 @@ class Stager:
         self._jobs.put(job)
         return figures
 
-    def _check_devices(self, copies: list[Copy]) -> None:
+    def _check_devices(self, sources: list[torch.Tensor]) -> None:
         """Refuse tensors on other devices, because no stream would wait for their copies."""
-        devices = {copy.source.device.index for copy in copies if copy.source.is_cuda}
-        if others := sorted(devices - {self.device}):
+        # The number of a tensor in host memory is -1.
+        if others := sorted({source.get_device() for source in sources} - {-1, self.device}):
             device = "no GPU" if self.device is None else f"cuda:{self.device}"
             raise SaveFailedError(
                 f"tensors of this rank are on cuda:{others[0]}, but the training thread's current "
@@ -304,12 +303,12 @@ class Stager:
 
     def _copy_late(self, job: _Job) -> None:
         if self._stream is None:
-            for run in self._runs(job.copies, sys.maxsize):
+            for run in self._runs(job.copies, sys.maxsize, job.figures):
                 run.copy_on_host()
             return
         assert self._pace is not None
         with torch.cuda.stream(self._stream):
-            for part in _parts(self._runs(job.copies, PART_NBYTES)):
+            for part in _parts(self._runs(job.copies, PART_NBYTES, job.figures)):
                 self._pace.await_turn(job.awaited)
                 with self._pace.part(sum(run.nbytes for run in part)):
                     for run in part:
@@ -319,22 +318,26 @@ class Stager:
         job.begun.set()
         job.all_copied.synchronize()
 
-    def _runs(self, copies: list[Copy], most_nbytes: int) -> Iterator[Run]:
-        return runs(copies, self._bytes, self.is_pinned, most_nbytes)
+    def _runs(self, copies: list[Copy], most_nbytes: int, figures: CopyFigures) -> Iterator[Run]:
+        """Yield the runs to copy, of tensors of this rank's device, and count their bytes."""
+        for run in runs(copies, self._bytes, self.is_pinned, most_nbytes):
+            self._check_devices(run.sources)
+            figures.nbytes += run.nbytes
+            yield run
 
-    def _copy_early(self, copies: list[Copy]) -> None:
+    def _copy_early(self, copies: list[Copy], figures: CopyFigures) -> None:
         """Copy after all work that training has enqueued; its next work waits for the copies.
 
         On a GPU this also orders late copies. The copy thread would be too late, because the next
         forward may have begun on the current stream by then.
         """
         if self._stream is None:
-            for run in self._runs(copies, sys.maxsize):
+            for run in self._runs(copies, sys.maxsize, figures):
                 run.copy_on_host()
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for run in self._runs(copies, PART_NBYTES):
+            for run in self._runs(copies, PART_NBYTES, figures):
                 run.copy_from_device()
         torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -49,6 +49,9 @@ class DeviceTensor(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", self.index)
 
+    def get_device(self) -> int:
+        return self.index
+
     @classmethod
     def allocate(cls, shape: Any, dtype: torch.dtype, index: int) -> DeviceTensor:
         """Return an uninitialized tensor, with the former contents of its memory."""
