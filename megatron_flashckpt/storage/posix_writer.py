@@ -155,7 +155,7 @@ def _exists(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISREG(os.lstat(path).st_mode):  # open(2) of a FIFO waits for a reader
             # A network file system asks its server about the name.
-            os.close(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+            os.close(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
     return os.path.lexists(path)
 
 

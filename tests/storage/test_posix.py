@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.errors import FlashCkptError, StorageError
+from megatron_flashckpt.errors import AlreadyExistsError, FlashCkptError, StorageError
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix_store import PosixStore
 from megatron_flashckpt.storage.scatter_read import KeptFiles
@@ -117,6 +117,19 @@ def test_the_error_names_a_directory_in_the_place_of_a_file(store, tmp_path, ver
     assert caught.value.errno == errno.EISDIR
     assert isinstance(caught.value, FlashCkptError)
     assert os.listdir(tmp_path) == ["d"]
+
+
+def test_an_object_that_nobody_may_write_counts_as_existing():
+    """A person has run `chmod -R a-w` on checkpoints."""
+    with tempfile.TemporaryDirectory() as made:
+        root = Path(made)
+        root.chmod(0o777)
+        (root / "shard").write_bytes(b"whole")
+        (root / "shard").chmod(0o444)
+        store = PosixStore(root)
+        with unprivileged(), pytest.raises(AlreadyExistsError):
+            store.writer("shard", 5)
+        assert store.get("shard") == b"whole"
 
 
 @pytest.mark.parametrize("verb", ["put", "writer", "delete", "get"])

@@ -424,7 +424,7 @@ class TrainerProcess:
 def blocked_open(path: Path) -> Iterator[Callable[[], None]]:
     """Block every writer of `path` until the yielded function is called or the end.
 
-    A writer looks first whether there is such a file, and opens it. A read lease (fcntl(2)) lets
+    A writer looks first whether there is such a file, and opens it. A write lease (fcntl(2)) lets
     the kernel block that until the lease is released. A test thus decides how long a persist lasts.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -438,7 +438,7 @@ def blocked_open(path: Path) -> Iterator[Callable[[], None]]:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
     try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         yield unblock
     finally:
         with contextlib.suppress(OSError):
