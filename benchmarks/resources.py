@@ -100,9 +100,12 @@ class Peak:
 
 
 def fsync(paths: Iterable[Path], *, drop: bool = False) -> None:
-    """Make the files durable; with `drop`, drop them from the page cache, too."""
+    """Make the files durable; with `drop`, drop them from the page cache, too.
+
+    Files that are missing by now are left out: an agent replaces its sign of life all the time.
+    """
     for path in paths:
-        with path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             os.fsync(file.fileno())
             if drop:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

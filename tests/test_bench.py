@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import study
+from benchmarks import resources, study
 from benchmarks.compare import report, targets
 from benchmarks.studies import redundancy, writers
 
@@ -37,6 +37,12 @@ def test_a_page_shows_the_published_figures(figures: str, page: str, count: int)
     rows = [f"| {' | '.join(row)} |" for table in published for row in study.Table(**table).cells()]
     assert len(rows) == count
     assert not {*rows} - {*(REPO / page).read_text().splitlines()}
+
+
+def test_a_file_that_an_agent_has_replaced_meanwhile_ends_no_study(tmp_path: Path) -> None:
+    stays = tmp_path / "stays"
+    stays.write_bytes(b"1")
+    resources.drop_from_cache([tmp_path / ".alive.12345678.tmp", stays])
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,8 @@ from benchmarks.systems import CATALOGUE, QUICK
 from tests.support.forked.nursery import COMMON, CPU_MEGATRON, REPO
 
 _VERSIONS = ("torch", "megatron-core", "dlrover", "nvidia-resiliency-ext")
-#: Lines of a failed job's output that are shown.
-_TAIL_LINES = 30
+#: Lines of a failed job's output that are shown. The last 35 are torchrun's own.
+_TAIL_LINES = 80
 #: Saves after the first one in a further job.
 _LATER_SAVES = 3
 #: Systems whose first save blocks for longer make only one first save, because more would take
