@@ -17,6 +17,8 @@ from rich.console import Console
 from benchmarks import resources, study
 from benchmarks.compare import report, targets
 from benchmarks.studies import redundancy, writers
+from tests.support.processes import run_within
+from tests.support.trainer import eventually, is_alive
 
 REPO = Path(__file__).resolve().parents[1]
 MEASURED = (
@@ -45,20 +47,27 @@ def test_a_file_that_an_agent_has_replaced_meanwhile_ends_no_study(tmp_path: Pat
     resources.drop_from_cache([tmp_path / ".alive.12345678.tmp", stays])
 
 
+def test_a_late_study_leaves_no_rank_behind(tmp_path: Path) -> None:
+    """The ranks of torchrun have sessions of their own."""
+    pid = tmp_path / "pid"
+    script = f"setsid sh -c 'echo $$ > {pid}; exec sleep 1000' & wait"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_within(1.0, ["sh", "-c", script])
+    rank = int(pid.read_text())
+    eventually("the end of the rank", lambda: not is_alive(rank))
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """Run `--quick` with a state of 2 MiB on one rank; return its output and its JSON figures."""
     where = tmp_path_factory.mktemp("bench")
     size = "--quick --mib 2 --pieces 100 --ranks 1 --saves 1 --first-saves 2 --step-ms 5".split()
     paths = ["--dir", str(where), "--json", str(where / "figures.json")]
-    done = subprocess.run(
+    done = run_within(
+        240,
         [sys.executable, "-m", "benchmarks", "save", *size, *paths],
         env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(where)},
         cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((where / "figures.json").read_text())

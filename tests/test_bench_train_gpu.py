@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from benchmarks.train.job import JobError, Megatron
 from benchmarks.train.measure import Measured
 from benchmarks.train.series import Budget, Series
 from benchmarks.train.systems import System, environment_of_one_rank
+from tests.support.processes import run_within
 from tests.support.trainer import eventually
 from tests.test_bench_train import NONE, OTHER, OURS, SCHEDULE, FakeSession, saving
 from tools.gpu_check.forkserver import forkserver
@@ -184,14 +184,11 @@ def test_a_quick_study_measures_ours(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="b") as short:
         scratch = Path(short) / "s"
         scratch.mkdir()
-        done = subprocess.run(
+        done = run_within(
+            280,
             [sys.executable, "-m", "benchmarks", "train", *arguments, "--dir", str(scratch)],
             env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": short},
             cwd=REPO,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
         )
         assert not list(scratch.iterdir())
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,6 +19,7 @@ from benchmarks.train.measure import Session
 from benchmarks.train.sizes import Schedule
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
+from tests.support.processes import run_within
 from tests.support.trainer import eventually
 
 REPO = Path(__file__).resolve().parents[1]
@@ -201,14 +202,11 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
     scratch.mkdir()
     before = (study.RESULTS / "train.json").stat().st_mtime_ns
     arguments = ["train", "--quick", "--systems", "flashckpt", "--dir", str(scratch)]
-    done = subprocess.run(
+    done = run_within(
+        280,
         [sys.executable, "-m", "benchmarks", *arguments, "--json", str(file)],
         env={**os.environ, "PYTHONPATH": str(REPO)},
         cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "minutes on two quiet cores" in done.stdout.splitlines()[0]

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked.nursery import CPU_MEGATRON
-from tests.support.megatron_jobs import REPO, TINY, end
+from tests.support.megatron_jobs import REPO, TINY
+from tests.support.processes import end
 from tests.support.trainer import eventually
 
 SCRIPTS = REPO / "scripts"

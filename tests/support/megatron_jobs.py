@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -26,6 +24,7 @@ from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.support.forked.job import free_port, run_forked
 from tests.support.forked.nursery import REPO, job_environment
+from tests.support.processes import end
 from tests.support.trainer import copy_tree, eventually
 
 JOB = REPO / "tests/support/jobs/traced_gpt.py"
@@ -200,17 +199,6 @@ def _torchrun(
         for process in processes:
             end(process)
     return max(process.returncode for process in processes)
-
-
-def end(process: subprocess.Popen) -> None:
-    """Kill the remaining processes of a job: torchrun and its ranks."""
-    if process.poll() is None:
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.wait()
-        for child in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
 
 
 def succeeded(result: Result) -> Result:

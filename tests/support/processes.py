@@ -1,13 +1,17 @@
-"""Facts about a process from `/proc`: its descriptors, slabs, threads and memory."""
+"""Facts about a process from `/proc`, and the end of a process with its descendants."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 MIB = 2**20
 
@@ -69,6 +73,33 @@ def memory_nbytes(pid: int, field: str = "VmRSS") -> int:
 
 def thread_count(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kill the remaining processes of a job: torchrun and its ranks."""
+    if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        for child in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def run_within(
+    timeout_s: float, command: list[str], **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run `command` and return its output; if it is late, kill it and its descendants.
+
+    Ranks have process groups of their own.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            end(process)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def at_rest(count: Callable[[], int], within_s: float = 0.5) -> int:
