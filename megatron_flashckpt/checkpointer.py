@@ -18,7 +18,7 @@ from typing import Any, Literal
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import load_config
-from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.errors import SaveFailedError, in_words_of_loop
 from megatron_flashckpt.file_format.file_names import RELEASE
 from megatron_flashckpt.load import resume, training_state
 from megatron_flashckpt.load.load_policy import LoadPolicy
@@ -121,6 +121,7 @@ class Checkpointer:
         exit_status.watch()
         atexit.register(self._end)
 
+    @in_words_of_loop()
     def load(
         self,
         directory: str | None = None,

@@ -6,7 +6,9 @@ error that matches a standard one inherits it, so that `except FileNotFoundError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -19,6 +21,17 @@ UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 OLDER = "load an older iteration with --ckpt-step"
 #: Remedy for a checkpoint that is missing, or belongs to another model.
 ANOTHER = "choose another iteration with --ckpt-step"
+#: Megatron's options that messages name, as patterns, and the same in a loop that has no options:
+#: arguments of `megatron_flashckpt.Checkpointer` and of its `load`.
+_OF_LOOP = {
+    r"--ckpt-step (?=\d)": "step=",
+    r"--ckpt-step": "step=N",
+    r"--load (?=\S)": "directory=",
+    r"--load(?![\w-])": "directory",
+    r"--finetune (and|or) --no-load-optim|--no-load-optim or --finetune": "weights_only=True",
+    r"--finetune": "weights_only=True",
+    r"--no-save-optim": "save_optimizer=False",
+}
 
 
 class FlashCkptError(Exception):
@@ -107,6 +120,25 @@ def for_command(message: str) -> str:
     return message.replace(OLDER, "choose an older one with --iteration").replace(
         "--ckpt-step", "--iteration"
     )
+
+
+def for_loop(message: str) -> str:
+    """Return `message` with Megatron's options replaced by arguments of `Checkpointer`."""
+    for option, argument in _OF_LOOP.items():
+        message = re.sub(option, argument, message)
+    return message
+
+
+@contextlib.contextmanager
+def in_words_of_loop() -> Iterator[None]:
+    """Raise errors of this package with messages for a loop without Megatron's options."""
+    try:
+        yield
+    except FlashCkptError as error:
+        error.args = tuple(for_loop(arg) if isinstance(arg, str) else arg for arg in error.args)
+        if isinstance(error, OSError) and error.strerror is not None:
+            error.strerror = for_loop(error.strerror)
+        raise
 
 
 def for_listing(message: str) -> str:

@@ -16,8 +16,37 @@ from megatron_flashckpt.error_classes import (
     may_pass,
     will_last,
 )
-from megatron_flashckpt.errors import StorageError, is_damage
+from megatron_flashckpt.errors import (
+    OLDER,
+    CorruptCheckpointError,
+    FlashCkptError,
+    MissingStateError,
+    StorageError,
+    in_words_of_loop,
+    is_damage,
+)
 from megatron_flashckpt.storage.posix_store import PosixStore
+
+
+@pytest.mark.parametrize(
+    ("of_megatron", "of_loop"),
+    [
+        (OLDER, "load an older iteration with step=N"),
+        ("start with --load /a/b --ckpt-step 5", "start with directory=/a/b step=5"),
+        ("or start with another --load", "or start with another directory"),
+        ("the directory that holds it with --load", "the directory that holds it with directory"),
+        ("load it with --no-load-optim or --finetune; no", "load it with weights_only=True; no"),
+        ("(add --finetune or --no-load-optim)", "(add weights_only=True)"),
+        ("'flashckpt convert --to torch_dist', or", "'flashckpt convert --to torch_dist', or"),
+    ],
+)
+@pytest.mark.parametrize("kind", [StorageError, MissingStateError, CorruptCheckpointError])
+def test_an_error_names_the_arguments_of_a_loop_that_has_no_options(
+    kind: type[FlashCkptError], of_megatron: str, of_loop: str
+) -> None:
+    with pytest.raises(kind) as caught, in_words_of_loop():
+        raise kind(*([errno.EIO] if kind is StorageError else []), of_megatron)
+    assert str(caught.value).removeprefix(f"[Errno {errno.EIO}] ") == of_loop
 
 
 @pytest.mark.parametrize("call", ["open", "scandir"])

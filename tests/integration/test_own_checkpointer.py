@@ -70,7 +70,7 @@ def test_several_checkpointers_of_one_process_keep_their_saves_apart(tmp_path: P
         "newest": f"(2, {second}, [1.75])",
         "a named step": f"(2, {first}, [0.75])",
         "weights": "(0, {}, [1.75])",
-        "a missing step": "NotCommittedError",
+        "a missing step": "NotCommittedError choose another iteration with step=N",
         "after exit": "['iter_0000005']",
         "in place of an unclosed one": "(7, 'memory', 1)",
     }

@@ -109,7 +109,7 @@ def main() -> None:
         try:
             checkpointer.load(step=7)
         except FlashCkptError as error:
-            found("a missing step", type(error).__name__)
+            found("a missing step", f"{type(error).__name__} {str(error).rpartition('; ')[2]}")
     try:
         with job.checkpointer("third") as checkpointer:
             checkpointer.load()
