@@ -14,6 +14,7 @@ from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.file_format.file_names import save_name
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
+from tests.support.agents import agent_here
 from tests.support.stored import assert_intact, read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
@@ -84,6 +85,20 @@ def test_only_training_makes_checkpoints_older(node: Node, root: Path) -> None:
     time.sleep(limit_s)
     save_all(trainer, {40: None})
     assert_these_are_left_whole(root, trainer, [40])
+
+
+def test_a_clock_that_is_set_makes_no_checkpoint_older(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = time.time
+    with agent_here(node, root):
+        trainer = node.trainer(root, retention=Retention(max_age_hours=1.0))
+        trainer.open_run()
+        for iteration, hours in ((10, 0), (20, 48), (30, -48)):
+            monkeypatch.setattr(time, "time", lambda hours=hours: right() + 3600.0 * hours)
+            save_all(trainer, {iteration: None})
+        eventually("the removal of commit records", lambda: not list(root.rglob("*.record")))
+        assert_these_are_left_whole(root, trainer, [10, 20, 30])
 
 
 def test_the_lowest_metric_of_all_ranks_counts(node: Node, root: Path) -> None:
