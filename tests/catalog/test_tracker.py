@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.tracker import (
     tracked_before_commit,
     tracked_iteration,
@@ -42,7 +43,10 @@ def test_a_tracker_names_the_iteration_in_its_text(
 
 
 @pytest.mark.parametrize("kind", ["missing", "directory", "link"])
-def test_a_tracker_that_is_no_file_stops_loads_but_not_commits(tmp_path: Path, kind: str) -> None:
+def test_a_tracker_that_is_no_file_names_nothing_and_stops_no_commit(
+    tmp_path: Path, kind: str
+) -> None:
+    """A load takes the newest checkpoint then."""
     match kind:
         case "directory":
             (tmp_path / TRACKER).mkdir()
@@ -51,6 +55,8 @@ def test_a_tracker_that_is_no_file_stops_loads_but_not_commits(tmp_path: Path, k
             (tmp_path / TRACKER).symlink_to("other")
     store = open_store(tmp_path)
     assert tracked_before_commit(store) is None
+    facts = read_facts(store)
+    assert (facts.tracker, facts.tracker_is_damaged) == (None, kind != "missing")
     if kind == "missing":
         assert (tracked_iteration(store), tracker_text(store)) == (None, None)
     else:
