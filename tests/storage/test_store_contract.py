@@ -589,8 +589,34 @@ class Late(MemoryStore):
         return []
 
 
-def test_the_probe_names_what_a_store_cannot_do():
-    for kind, action in ((Overwriting, "create a name once"), (Late, "list a new name")):
-        with pytest.raises(StorageError, match=f"/there: this node cannot {action}") as caught:
-            probe_store(kind("/there"), "flashckpt/probe/00003")
-        assert caught.value.errno == errno.EIO
+class Lasting(MemoryStore):
+    """A store whose `put` leaves an object as it is."""
+
+    def put(self, name: str, data: bytes) -> None:
+        with contextlib.suppress(AlreadyExistsError):
+            self.create(name, data)
+
+
+class Appending(MemoryStore):
+    """A store whose writers ignore positions."""
+
+    def writer(self, name: str, nbytes: int) -> Any:
+        writer, written = super().writer(name, nbytes), itertools.count(step=nbytes // 2)
+        write_at = writer.write_at
+        writer.write_at = lambda _, chunk: write_at(next(written), chunk)
+        return writer
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [
+        (Overwriting, "create a name once"),
+        (Late, "list a new name"),
+        (Lasting, "replace a name"),
+        (Appending, "write a large object"),
+    ],
+)
+def test_the_probe_names_what_a_store_cannot_do(kind: type[MemoryStore], action: str) -> None:
+    with pytest.raises(StorageError, match=f"/there: this node cannot {action}") as caught:
+        probe_store(kind("/there"), "flashckpt/probe/00003")
+    assert caught.value.errno == errno.EIO
