@@ -148,15 +148,22 @@ def test_a_node_keeps_the_newest_copies_of_the_history(
     eventually("the end of the dead branch", lambda: copies_on(disk) == [(3, 0), (4, 0), (6, 0)])
 
 
+@pytest.mark.parametrize("why", ["is not there", "No space left on device"])
 def test_a_save_goes_on_without_its_copy(
-    node: Node, root: Path, config: Config, disk: Path
+    request: pytest.FixtureRequest, node: Node, root: Path, disk: Path, why: str
 ) -> None:
-    disk.rmdir()
-    disk.write_text("a file")
-    trainer = node.trainer(root, config=config)
+    if why == "is not there":
+        disk.rmdir()
+        disk.write_text("a file")
+    else:
+        disk = request.getfixturevalue("small_disk")
+    tier = LocalTier(directory=str(disk))
+    config = msgspec.structs.replace(node.config(), local_tier=tier)
+    trainer = node.trainer(root, config=config, numel=400_000)
     assert trainer.save(3).error is None
     assert_intact(root, 3, [trainer])
-    assert "rank 0: no local copy of iteration 3" in node.log(root).read_text()
+    assert re.search(rf"rank 0: no local copy of iteration 3: .*{why}", node.log(root).read_text())
+    assert not list(disk.rglob("*.safetensors"))
 
 
 def test_copies_that_another_user_can_write_are_not_used(
