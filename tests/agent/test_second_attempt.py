@@ -19,6 +19,7 @@ from tests.support.agents import agent_here
 from tests.support.stored import assert_intact, files_of_ours
 from tests.support.trainer import (
     FakeTrainer,
+    content,
     eventually,
     save_all,
 )
@@ -91,6 +92,12 @@ def test_agents_try_again_until_storage_takes_the_only_copy(
         for trainer in trainers:
             trainer.hang_up(leave=True)
             time.sleep(2.0)  # the nodes begin at different times, several attempts apart
+        # A job that starts meanwhile resumes from it, and ends without a save of its own.
+        for trainer in start(root, node, other_node):
+            (offer,) = (offer for offer in trainer.take() if offer.iteration == 2)
+            expected = content(trainer.rank, 2, trainer.layout.nbytes)
+            assert (trainer.bytes_in(offer.slot), offer.durable) == (expected, False)
+            trainer.hang_up(leave=True)
         obstacle.unlink()
         tracker = root / file_names.TRACKER
         eventually("the commit of the only copy", lambda: tracker.read_text() == "2")
