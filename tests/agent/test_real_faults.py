@@ -22,7 +22,13 @@ from tests.faulty_storage.preload import FaultyStorage, fail
 from tests.support.agents import agent_here
 from tests.support.processes import open_files
 from tests.support.stored import assert_intact, files_of_ours
-from tests.support.trainer import eventually, new_save_id, save_all
+from tests.support.trainer import (
+    blocked_shard,
+    eventually,
+    new_save_id,
+    remove_tree,
+    save_all,
+)
 
 #: Error numbers of network file systems in trouble.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN, errno.ESHUTDOWN)
@@ -164,6 +170,31 @@ def test_a_full_disk_counts_as_lasting_on_all_nodes(
     outcomes = [trainer.outcome() for trainer in trainers]
     assert all("[Errno 28]" in (outcome.error or "") for outcome in outcomes)
     assert [outcome.lasts for outcome in outcomes] == [True, True]
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_save_whose_directory_is_removed_with_the_part_of_one_node_fails_on_all(
+    node: Node, other_node: Node, root: Path, writes: int
+) -> None:
+    """The other node is still writing, and makes the directory again."""
+    places = enumerate((node, other_node))
+    trainers = [
+        place.trainer(root, rank, 2, config=place.config(commit_timeout_s=5.0))
+        for rank, place in places
+    ]
+    trainers[1].join(trainers[0].open_run())
+    assert save_all(trainers, 1) == [None, None]
+    save_id, directory = trainers[0].new_save_id(), root / file_names.iteration_dir(2)
+    with blocked_shard(root, 2, writes, save_id) as unblock:
+        for trainer in trainers:
+            trainer.stage(2, save_id)
+        eventually("the record of the other node", lambda: list(directory.glob("*.record")))
+        remove_tree(directory)
+        unblock()
+    for trainer in trainers:
+        assert f"{directory}: gave up after 5 s: " in (trainer.outcome().error or "")
+    assert save_all(trainers, 3) == [None, None]
+    assert_intact(root, 3, trainers)
 
 
 class _Away(PosixStore):
