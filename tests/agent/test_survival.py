@@ -113,6 +113,7 @@ def test_a_save_that_cannot_be_complete_does_not_delay_the_end_of_an_agent(
     if after_sigterm:
         os.kill(agent, signal.SIGTERM)
     eventually("the end of the agent", lambda: not is_alive(agent), 5.0)
+    assert_intact(root, 4, trainers)
 
 
 # ---------------------------------------------------------------------- signals
