@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import os
 import threading
@@ -18,12 +19,14 @@ from megatron_flashckpt.agent.heartbeat import Heartbeat
 from megatron_flashckpt.agent.own_files import OwnFiles
 from megatron_flashckpt.catalog import directory, lineage
 from megatron_flashckpt.catalog.lineage import Save
+from megatron_flashckpt.catalog.listing import committed_iterations
 from megatron_flashckpt.errors import OtherWriterError, StorageError
 from megatron_flashckpt.file_format.file_names import (
     ALIVE,
     HISTORY,
     OWN,
     TRACKED,
+    alive_file,
     run_file,
     save_name,
 )
@@ -33,7 +36,13 @@ from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import ALSO_IN_A_BUCKET, Node
 from tests.support.memory_store import MemoryStore
 from tests.support.stored import names_in
-from tests.support.trainer import eventually, kill_agent, remove_tree
+from tests.support.trainer import (
+    FakeTrainer,
+    blocked_shard,
+    eventually,
+    kill_agent,
+    remove_tree,
+)
 
 RUN, LATER = RunObject(name="000001-aaaa"), RunObject(name="000002-bbbb")
 
@@ -174,6 +183,51 @@ def test_a_second_job_is_refused_and_a_restart_is_not(
     assert not [name for name in names_in(root) if name.startswith(ALIVE)]
 
 
+@pytest.mark.second_tier
+def test_of_two_starts_at_one_moment_one_goes_on_and_the_other_leaves_nothing(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    begin = threading.Barrier(2)
+
+    def start(trainer: FakeTrainer) -> RunObject | OtherWriterError:
+        begin.wait()
+        try:
+            return trainer.open_run()
+        except OtherWriterError as error:
+            return error
+
+    trainers = [place.trainer(root) for place in (node, other_node)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        run, error = sorted(pool.map(start, trainers), key=lambda it: isinstance(it, Exception))
+    assert isinstance(run, RunObject)
+    assert isinstance(error, OtherWriterError)
+    assert run.name in str(error)
+    own = sorted([run_file(1), alive_file(run.name)])
+    eventually("nothing else", lambda: names_in(root) == own)
+    (first,) = (trainer for trainer in trainers if trainer.run == run)
+    assert first.save(1).error is None
+
+
+@pytest.mark.second_tier
+def test_a_restart_on_another_node_waits_for_the_staged_save_of_the_former_run(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    first = node.trainer(root)
+    first.open_run()
+    save_id = first.new_save_id()
+    with blocked_shard(root, 2, 0, save_id) as unblock:
+        first.stage(2, save_id)
+        first.hang_up()
+        later = other_node.trainer(root)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            starting = pool.submit(later.open_run, wait_s=60.0)
+            time.sleep(1.5 * alive.INTERVAL_S)
+            assert not starting.done()
+            unblock()
+            starting.result(60.0)
+    assert committed_iterations(PosixStore(root)) == [2]
+
+
 def test_the_next_agent_of_a_run_renews_its_sign_of_life(node: Node, root: Path) -> None:
     first = node.trainer(root)
     run = first.open_run()
@@ -203,6 +257,8 @@ def test_memory_counts_though_our_directory_was_removed_while_the_run_trained(
     remove_tree(own)
     eventually("the same files", lambda: (root / run_file(1)).exists())
     assert {name: (root / name).read_bytes() for name in before} == before
+    log = node.log(root)
+    eventually("a line", lambda: "removed while run 000001-" in log.read_text())
     first.hang_up()
     held = {Save(4, kept.save_id): run.ancestors}
     facts = directory.read_facts(PosixStore(root), held)
