@@ -5,11 +5,18 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
+from megatron_flashckpt.agent import committer
 from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.directory import read_facts
+from megatron_flashckpt.catalog.lineage import Save, choose
 from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
+from tests.support.agents import agent_here
 from tests.support.stored import assert_intact, files_of_ours, read_rank, stored
 from tests.support.trainer import (
     FakeTrainer,
@@ -81,6 +88,31 @@ def test_training_that_resumes_from_an_older_checkpoint_moves_the_tracker_back(
     again.join(run_after(saves[10], 10))
     assert again.save(15).error is None
     assert_intact(root, 15, [again])
+
+
+def test_what_an_overtaken_agent_commits_counts_for_no_load_though_it_checks_nothing(
+    node: Node, other_node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It moves even the tracker. The newer run resumed before that save, and has saved nothing."""
+    monkeypatch.setattr(committer, "later_run", lambda *_: None)
+    with agent_here(node, root):
+        first = node.trainer(root)
+        run = first.open_run()
+        resumed, late = Save(1, first.new_save_id()), Save(4, first.new_save_id())
+        assert first.save(*resumed).error is None
+        with blocked_shard(root, 4, 0, late.save_id) as unblock:
+            first.stage(*late)
+            later = other_node.trainer(root, retention=Retention(latest=2))
+            later.open_run(resumed, run.ancestors, policy="take_over")
+            unblock()
+            assert first.outcome().error is None
+    facts = read_facts(PosixStore(root))
+    assert (set(facts.stored), facts.tracker) == ({resumed, late}, 4)
+    assert [candidate.save for candidate in choose(facts).candidates] == [resumed]
+    assert later.save(5).error is None
+    assert_intact(root, 5, [later])
+    eventually("the other save goes", lambda: late.save_id not in str(files_of_ours(root)))
+    assert listing.committed_iterations(PosixStore(root)) == [1, 5]
 
 
 def test_a_restarted_rank_gets_no_results_from_its_former_process(node: Node, root: Path) -> None:
