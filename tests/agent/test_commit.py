@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,14 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix_store import PosixStore
 from tests.agent.conftest import Node
 from tests.support.agents import agent_here
-from tests.support.stored import assert_intact, files_of_ours, read_rank, stored
+from tests.support.stored import (
+    assert_intact,
+    files_of_ours,
+    names_in,
+    read_rank,
+    stored,
+    tracked,
+)
 from tests.support.trainer import (
     FakeTrainer,
     blocked_shard,
@@ -26,6 +36,7 @@ from tests.support.trainer import (
     eventually,
     is_alive,
     new_save_id,
+    remove_tree,
     run_after,
 )
 
@@ -137,10 +148,36 @@ def test_a_restarted_rank_gets_no_results_from_its_former_process(node: Node, ro
     assert is_alive(again[0].client.agent_pid)
 
 
-def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
-    node: Node, root: Path, tmp_path: Path
+def saves_of(names: list[str], suffix: str) -> set[str | None]:
+    return {file_names.save_of(Path(name).name) for name in names if name.endswith(suffix)}
+
+
+def copy_as_listed(source: Path, copy: Path) -> None:
+    """Copy as rsync does: by name, from a list that is made before the first file is read.
+
+    The list has the shard of a save whose end is not there yet, and the tracker moves on.
+    """
+
+    def list_in_mid_save() -> list[str] | None:
+        names = names_in(source)
+        return names if saves_of(names, ".safetensors") - saves_of(names, ".end") else None
+
+    names = eventually("a save without an end", list_in_mid_save)
+    last = tracked(source)
+    eventually("two more commits", lambda: int(tracked(source)) > int(last) + 1)
+    for name in names:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy2(source / name, copy / name)
+
+
+@pytest.mark.parametrize("copied", [copy_tree, copy_as_listed], ids=["cp", "rsync"])
+def test_a_job_resumes_in_a_copy_taken_during_saves_from_its_newest_whole_checkpoint(
+    node: Node, root: Path, tmp_path: Path, copied: Callable[[Path, Path], None]
 ) -> None:
+    copy, alone = tmp_path / "copy", tmp_path / "alone"
     trainer = node.trainer(root, numel=2**18)
+    run = trainer.open_run()
     assert trainer.save(1).error is None
     stop = threading.Event()
 
@@ -157,14 +194,34 @@ def test_a_copy_taken_during_saves_contains_no_partial_checkpoint(
             "the commit of iteration 3",
             lambda: list((root / file_names.iteration_dir(3)).glob("*.end")),
         )
-        copy_tree(root, tmp_path / "copy")
+        copied(root, copy)
     finally:
         stop.set()
         training.join()
-    iterations = listing.committed_iterations(PosixStore(tmp_path / "copy"))
+    iterations = listing.committed_iterations(PosixStore(copy))
     assert iterations[:2] == [1, 2]
     for iteration in iterations:
-        checkpoint = stored(tmp_path / "copy", iteration)
+        checkpoint = stored(copy, iteration)
         assert verify(checkpoint) == []
         expected = content(0, iteration, trainer.layout.nbytes)
         assert read_rank(checkpoint, trainer) == expected
+    newest = file_names.iteration_dir(iterations[-1])
+    shutil.copytree(copy / newest, alone / newest)
+    # A tracker that was copied before its twin looks as if a person had set it back.
+    best = choose(read_facts(PosixStore(copy))).candidates[0].save
+    assert best.iteration in (iterations[-1], int(tracked(copy)))
+    assert choose(read_facts(PosixStore(alone))).candidates[0].save.iteration == iterations[-1]
+    remove_tree(copy / file_names.OWN)
+    best = choose(read_facts(PosixStore(copy))).candidates[0].save
+    assert best.iteration == min(iterations[-1], int(tracked(copy)))
+
+    again = node.trainer(copy, numel=2**18)
+    again.open_run(best, run.ancestors)
+    for iteration in (100, 101):
+        assert again.save(iteration).error is None
+    assert_intact(copy, 101, [again])
+    whole = {stored(copy, iteration).manifest.save_id for iteration in (*iterations, 100, 101)}
+    eventually(
+        "the end of what was copied in half",
+        lambda: saves_of(files_of_ours(copy), ".safetensors") == whole,
+    )
