@@ -41,6 +41,8 @@ class Targets:
     def __init__(self, pieces: list[Piece], tensors: list[torch.Tensor]) -> None:
         self._pieces = pieces
         self._tensors = tensors
+        #: By piece, what `_host_bytes` has returned. Chunks are many more than pieces.
+        self._memory: dict[int, memoryview | None] = {}
         self.gpu = Gpu.of(tensors)
         """GPU that the load fills; None if all tensors are in host memory."""
 
@@ -50,18 +52,29 @@ class Targets:
         Returns None if these bytes need a conversion, go to several places, or if their
         destination is not contiguous host memory.
         """
-        target, carrier = self._carried(read.wanted)
-        if target.dtype != carrier or target.device.type != "cpu" or not target.is_contiguous():
+        memory = self._host_bytes(read.wanted)
+        if memory is None:
             return None
-        size = target.itemsize
+        piece = self._pieces[read.wanted]
+        size = itemsize(piece.dtype)
         first = read.stored.start + offset // size
         run = read.stored._replace(start=first, end=first + nbytes // size)
-        parts = regions(run, Run.of(self._pieces[read.wanted]))
+        parts = regions(run, Run.of(piece))
         if len(parts) != 1 or not parts[0].gapless or parts[0].shape != (nbytes // size,):
             return None
-        begin = parts[0].target_start
-        memory: memoryview = target[begin : begin + nbytes // size].view(torch.uint8).numpy().data
-        return memory
+        begin = parts[0].target_start * size
+        return memory[begin : begin + nbytes]
+
+    def _host_bytes(self, wanted: int) -> memoryview | None:
+        """Return the memory of piece `wanted`.
+
+        Returns None if its elements are converted, or do not lie in contiguous host memory.
+        """
+        if wanted not in self._memory:
+            target, carrier = self._carried(wanted)
+            is_placed = target.dtype == carrier and target.is_cpu and target.is_contiguous()
+            self._memory[wanted] = target.view(torch.uint8).numpy().data if is_placed else None
+        return self._memory[wanted]
 
     def put(self, parts: list[Part]) -> None:
         """Copy parts of a chunk into the tensors.
