@@ -49,7 +49,7 @@ def parse_temporary_name(name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def storage_errors(path: Path, action: str, *, makes: bool = False) -> Iterator[None]:
+def storage_errors(path: Path | str, action: str, *, makes: bool = False) -> Iterator[None]:
     """Turn an OSError into a StorageError with fact, place and remedy.
 
     Args:

@@ -84,10 +84,10 @@ class PosixStore:
         seen: Seen | None = None,
         kept: KeptFiles | None = None,
     ) -> int:
-        path = self._path(name)
-        with storage_errors(path, "read"):
+        # A load calls this for every 4 MiB, so a path is made only to open the file.
+        with storage_errors(f"{self.place}/{name}", "read"):
             kept = KeptFiles() if kept is None else kept
-            file = kept.get(name, lambda: _open_to_read(path))
+            file = kept.get(name, lambda: _open_to_read(self._path(name)))
             try:
                 return read_parts(file.fd, offset, parts, seen)
             except OSError:
