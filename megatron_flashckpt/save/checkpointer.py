@@ -25,7 +25,7 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.metrics import reported
-from megatron_flashckpt.save import equal_settings, probe
+from megatron_flashckpt.save import equal_settings
 from megatron_flashckpt.save.copy_figures import CopyFigures
 from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
@@ -77,11 +77,9 @@ class Checkpointer:
 
         Raises:
             ConfigError: no job can save to `root`.
-            StorageError: `root` does not answer.
         """
         refuse_unusable(root)
         self.root = absolute(root)
-        probe.await_answer(self.root)
         self.config = config
         self.rank, self.world_size = this_rank(), world_size()
         self.model_state = ModelState(config.replicated, config.weights)
@@ -351,13 +349,12 @@ class Checkpointer:
     def close(self, *, leave: bool = True) -> bool:
         """Disconnect. With `leave` the agent frees this rank's memory; else it serves a restart.
 
-        Call `wait` first: pending outcomes are lost here, the saves are not. Copies and background
-        work have `drain_timeout_s` to end; then this rank leaves as after a crash.
+        Call `wait` first: pending outcomes are lost here, the saves are not.
 
         Returns:
             True if there is an agent, which finishes the staged saves.
         """
-        if self._copies_hang or not self.link.wait_idle(self.config.drain_timeout_s):
+        if self._copies_hang:
             has_agent = self.link.current is not None
             self.abandon()
             return has_agent

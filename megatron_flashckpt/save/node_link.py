@@ -328,22 +328,6 @@ class NodeLink:
         """Wait up to `wait_s` for background work; return True if none is running."""
         return self._background.wait(wait_s)
 
-    def wait_idle(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for background work and copies; log what has not ended by then."""
-        deadline = time.monotonic() + wait_s
-        if not self.wait_prepared(wait_s):
-            hangs, remedy = "preparing saves", "this node's mount of the save directory"
-        elif not self.stager.wait(max(deadline - time.monotonic(), 0.0)):
-            hangs, remedy = "the copy of a save", "this rank's GPU"
-        else:
-            return True
-        logger.error(
-            "rank %d: %s has not ended within %.0f s ('drain_timeout_s'), so this rank leaves its "
-            "memory to the agent; look at %s",
-            *(self._rank, hangs, wait_s, remedy),
-        )
-        return False
-
     @property
     def current(self) -> AgentClient | None:
         """The open connection, or None."""

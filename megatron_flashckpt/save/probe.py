@@ -16,12 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from megatron_flashckpt.agent.held_directory import identity_of
 from megatron_flashckpt.collectives import run_and_gather, run_on_rank_0
 from megatron_flashckpt.errors import FlashCkptError, StorageError, first_few
 from megatron_flashckpt.file_format.file_names import PROBES
 from megatron_flashckpt.save.background_work import answer_within
-from megatron_flashckpt.storage.opening import open_store
 from megatron_flashckpt.storage.retrying_store import RetryingStore
 from megatron_flashckpt.storage.store import Store
 from megatron_flashckpt.storage.store_probe import probe_store
@@ -36,15 +34,6 @@ _ANSWER_S = 60.0
 _POLL_S = (0.02, 1.0)
 #: Shorter visibility delays are not reported.
 _SLOW_S = 1.0
-
-
-def await_answer(root: str) -> None:
-    """Check that save directory `root` answers, for later calls wait for it without a limit.
-
-    Raises:
-        StorageError: it does not answer in time.
-    """
-    _within(_ANSWER_S, lambda: identity_of(root), open_store(root))
 
 
 def check(store: Store, rank: int, *, is_first_of_node: bool, wait_s: float | None) -> None:

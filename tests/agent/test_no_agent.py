@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from megatron_flashckpt.errors import AgentError, StorageError
@@ -24,7 +23,6 @@ from megatron_flashckpt.file_format.run_object import RunObject, encode_run
 from megatron_flashckpt.file_format.seal import seal
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import agent_connection, pending_saves
-from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.failed_ends import FailedEnds
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.pending_saves import PendingSaves
@@ -117,29 +115,6 @@ def test_other_nodes_learn_of_a_part_that_was_lost_with_its_agent(
     assert error.startswith(f"rank {rank}: ")
     assert slot.header.state == SlotState.FAILED, "no later agent writes this slot"
     lonely.close()
-
-
-def test_a_checkpointer_whose_agent_is_sought_in_vain_is_left_in_time(
-    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The search waits for storage that hangs; a restart in this process begins meanwhile."""
-    healed = threading.Event()
-
-    def hang(*_: object) -> None:
-        healed.wait(60.0)
-        raise AgentError("no agent answered")
-
-    monkeypatch.setattr(agent_connection, "connect", hang)
-    config = msgspec.structs.replace(node.config(), drain_timeout_s=0.1)
-    checkpointer = Checkpointer(str(root), config)
-    checkpointer.link.prepare(None)
-    try:
-        assert not checkpointer.close(leave=False)
-        assert checkpointer.link.is_preparing
-    finally:
-        healed.set()
-    assert "preparing saves has not ended within 0 s ('drain_timeout_s')" in caplog.text
-    eventually("the end of the search", lambda: not checkpointer.link.is_preparing)
 
 
 def test_a_save_that_no_agent_got_is_called_off_while_an_agent_is_sought(
