@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from tests.support.checkpoints import MadeSave, expected, make, read
 from tests.support.stored import read_all
+from tests.support.trainer import eventually
 from tests.support.worlds import (
     content,
     files_of,
@@ -279,6 +281,36 @@ def test_after_an_error_nothing_more_is_written(large: MadeSave) -> None:
         reader.read(chunks, DiscardingSink())
         assert reader.read_nbytes - before == 20 * sum(piece.nbytes for piece in MATRICES)
         assert done[-1] == -1
+
+
+def test_a_thread_that_cannot_start_ends_the_others(
+    large: MadeSave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has as many threads as its limit allows."""
+    stored = large.stored()
+    chunks = chunk_reads(read_plan(MATRICES, stored.sources(), "it"), MATRICES) * 20
+    reading: list[int] = []
+
+    class SlowSink(DiscardingSink):
+        def put(self, parts: list[Part]) -> None:
+            reading.append(1)
+            time.sleep(0.05)
+            reading.append(-1)
+
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if reading:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        eventually("a chunk that is being read", lambda: reading)
+
+    with ChunkReader(stored, 3) as reader:
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(RuntimeError):
+            reader.read(chunks, SlowSink())
+        assert sum(reading) == 0
+    assert len(reading) < len(chunks)
 
 
 @pytest.fixture
