@@ -334,7 +334,7 @@ class CommitCore:
                     self._pause_s = self._pace.shortest_s
             case Missing(name):
                 del self._listed[name]
-            case Ended():
+            case Ended() if self.end is None or seen.is_durable:
                 self._verdict = seen
             case Unseen(text):
                 self._unseen_since = self._unseen_since or now

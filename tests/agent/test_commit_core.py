@@ -12,7 +12,7 @@ import pytest
 
 from megatron_flashckpt.agent import commit_core as core
 from megatron_flashckpt.agent.commit_core import CommitCore
-from megatron_flashckpt.file_format.end import Failure
+from megatron_flashckpt.file_format.end import End, Failure
 from megatron_flashckpt.storage.posix_store import PosixStore
 
 TIMEOUT_S = 3600.0
@@ -207,3 +207,13 @@ def test_a_full_disk_costs_no_shard_whose_record_may_exist(*, is_proposed: bool)
     action = machine.next(1.0, NOBODY)
     assert isinstance(action, core.Fail)
     assert action.discarded == (frozenset() if is_proposed else {0})
+
+
+def test_a_known_end_stays_as_it_was_created() -> None:
+    """A rank that comes late looks for the end, too. It knows less of it than the commit did."""
+    cost: Any = object()
+    machine = recorded(0, 1)
+    machine.note(1.0, core.Ended(End.COMMITTED, is_durable=True, cost=cost))
+    machine.note(2.0, core.Ended(End.COMMITTED))
+    assert machine.cost is cost
+    assert machine.next(2.0, NOBODY) == core.Conclude(End.COMMITTED, None)
