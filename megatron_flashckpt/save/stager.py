@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 PART_NBYTES = 64 * 2**20
 #: Longest wait of `abandon` for running copies, in seconds.
 ABANDON_S = 1.0
+#: Stagers that this process has abandoned while they copied.
+_abandoned: list[Stager] = []
+_ending = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -88,11 +91,13 @@ class Stager:
     def use(self, slab: Slab, *, device: int | None) -> None:
         """Stage into `slab` from now on, from tensors on the host and on CUDA device `device`.
 
-        Called by any thread that `cuda.enter_thread` has prepared. Waits for running copies.
+        Called by any thread that `cuda.enter_thread` has prepared. Waits for running copies, also
+        for those of a stager that this process has abandoned: its slot may be given to this one.
 
         Raises:
             SaveFailedError: CUDA cannot create a stream on that device; the former slab is dropped.
         """
+        _end_abandoned()
         self.drop_slab()
         if device != self.device or (self._stream is None and device is not None):
             self._stream = self.device = self._pace = None
@@ -246,6 +251,8 @@ class Stager:
         """
         if self.wait(ABANDON_S):
             self.close()
+        else:
+            _abandoned.append(self)
 
     def _release_slab(self, release: Callable[[PinnedSlab], None]) -> None:
         if self._pinned is not None:
@@ -352,6 +359,15 @@ def _new_stream(device: int) -> torch.cuda.Stream:
             f"cuda:{device} cannot create a stream for copies to host memory ({error}); restart "
             "the job on another GPU"
         ) from error
+
+
+def _end_abandoned() -> None:
+    """Wait until no abandoned stager of this process copies."""
+    with _ending:
+        while _abandoned:
+            stager = _abandoned.pop()
+            if stager._thread.is_alive():  # a forked child has no copy thread
+                stager.close()
 
 
 def _parts(runs_of_save: Iterator[Run]) -> Iterator[list[Run]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError, UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import decode_failure
+from megatron_flashckpt.memory.runs import Run
+from megatron_flashckpt.save import stager
 from tests.agent.conftest import Node
 from tests.support.rank_job import NUMEL, session_of
 from tests.support.trainer import blocked_shard, eventually
@@ -105,6 +109,41 @@ def test_a_crash_forgets_no_failure_that_other_nodes_wait_for(
     job.checkpointer.abandon()
     end = root / file_names.iteration_dir(1) / file_names.end_name(save_id)
     assert decode_failure(end.read_bytes()).failed == "rank 0: the GPU is gone"
+
+
+def test_a_retry_in_the_process_waits_for_the_copies_of_an_abandoned_save(
+    make_job: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent gives the slot of the abandoned save to the retry."""
+    first = make_job(config)
+    assert first.save(1) is None
+    go, copy = threading.Event(), Run.copy_on_host
+
+    def late(run: Run) -> None:
+        if threading.current_thread().name == "flashckpt-stage":
+            go.wait(60.0)
+        copy(run)
+
+    monkeypatch.setattr(stager, "ABANDON_S", 0.1)
+    monkeypatch.setattr(Run, "copy_on_host", late)
+    for tensor in first.tensors:
+        tensor.add_(1)
+    first.checkpointer.save(first.request(2))
+    first.checkpointer.abandon()
+    monkeypatch.setattr(Run, "copy_on_host", copy)
+
+    def retry() -> tuple[Any, str | None]:
+        second = make_job(config)
+        second.checkpointer.link.take_slab()
+        return second, second.save(3)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        retrying = pool.submit(retry)
+        assert not concurrent.futures.wait([retrying], timeout=2.0).done
+        go.set()
+        second, error = retrying.result(60.0)
+    assert error is None
+    second.assert_stored(root, 3)
 
 
 def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
