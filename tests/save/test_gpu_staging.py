@@ -77,10 +77,12 @@ def staged(slab: Slab, numel: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(bytes_at(slab, start, 4 * numel)), dtype=torch.float32)
 
 
-def save(slab: Slab, stager: Stager, tensors: list[torch.Tensor]) -> BaseException | None:
+def save(
+    slab: Slab, stager: Stager, tensors: list[torch.Tensor], early: int = 0
+) -> BaseException | None:
     """Save `tensors`; return the error. The stager knows the rate of a part afterwards."""
     finish = Finish()
-    stager.stage(copies(slab, tensors), finish)
+    stager.stage(copies(slab, tensors, early), finish)
     stager.wait()
     (error,) = finish.errors
     return error
@@ -175,14 +177,15 @@ def test_memory_that_training_frees_during_a_copy_is_not_overwritten(
 # ---------------------------------------------------------------------- devices
 
 
+@pytest.mark.parametrize("early", [0, 1])
 @pytest.mark.parametrize("device", [0, None])
 def test_tensors_of_another_device_are_refused_and_named(
-    node: Node, slab: Slab, device: int | None
+    node: Node, slab: Slab, device: int | None, early: int
 ) -> None:
     """Copies on another device would run on a stream for which no step waits."""
     stager = Stager()
     stager.use(slab, device=device)
-    error = save(slab, stager, [torch.ones(10, device="cuda")])
+    error = save(slab, stager, [torch.ones(10, device="cuda")], early)
     assert isinstance(error, SaveFailedError)
     ours = "no GPU" if device is None else "cuda:0"
     assert str(error) == (

@@ -117,7 +117,8 @@ def environment(root: Path | str) -> dict[str, str]:
         "LD_PRELOAD": str(library()),
         "FAULTY_STORAGE": str(Path(root).parent / _RULES),
         "FLASHCKPT_AGENT__ENVIRONMENT": f"[{', '.join(VARIABLES)}]",
-        # A load waits as long for a tracker that a killed agent has not moved.
+        # A load waits as long for a tracker that a killed agent has not moved, and the probe for
+        # the files of other nodes.
         "FLASHCKPT_PROBE_WAIT_S": "10",
     }
 
