@@ -56,10 +56,15 @@ def test_a_foreign_checkpoint_takes_the_place_of_one_in_memory_also_if_it_is_dam
     assert list(choice.unused) == [PATH[3]]
 
 
-def test_of_one_iteration_memory_comes_first() -> None:
-    assert choose(facts(held=[PATH[-1]])).candidates[:2] == (
-        Candidate(PATH[-1], in_memory=True),
-        in_storage(PATH[-1]),
+def test_the_newest_checkpoint_comes_first_and_of_one_iteration_memory() -> None:
+    """Memory may hold the parts of all ranks of an older save only, after a node was replaced."""
+    assert choose(facts(held=[PATH[1], PATH[3]])).candidates == (
+        Candidate(PATH[3], in_memory=True),
+        in_storage(PATH[3]),
+        in_storage(PATH[2]),
+        Candidate(PATH[1], in_memory=True),
+        in_storage(PATH[1]),
+        in_storage(PATH[0]),
     )
 
 
