@@ -79,7 +79,9 @@ def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
     assert "000003.json" in caplog.text
     assert later_run(store, 1) is None
     open_run(store, 4)
-    assert later_run(store, 1) == RunObject(name=run(4))
+    open_run(store, 5)
+    store.create(file_names.run_file(6), b"{")
+    assert later_run(store, 1) == RunObject(name=run(5))
 
 
 def test_no_flipped_bit_of_a_run_or_of_the_twin_hides_a_checkpoint() -> None:
