@@ -84,6 +84,16 @@ def test_a_damaged_object_is_replaced_by_what_the_saves_repeat(
     assert later_run(store, 1) == RunObject(name=run(5))
 
 
+def test_a_run_that_left_nothing_tells_where_it_left_its_ancestor() -> None:
+    """The run above it died early, too, and began from scratch."""
+    store = MemoryStore()
+    first = open_run(store, 1)
+    saves = [commit(store, first, 10), commit(store, first, 20)]
+    open_run(store, 2, (Ancestor(first, 10),))
+    open_run(store, 3)
+    assert choose(read_facts(store)).candidates == (Candidate(saves[0], in_memory=False),)
+
+
 def test_no_flipped_bit_of_a_run_or_of_the_twin_hides_a_checkpoint() -> None:
     store = MemoryStore()
     first = open_run(store, 1)
