@@ -94,6 +94,18 @@ def test_a_run_that_left_nothing_tells_where_it_left_its_ancestor() -> None:
     assert choose(read_facts(store)).candidates == (Candidate(saves[0], in_memory=False),)
 
 
+def test_memory_of_a_dead_branch_is_of_a_known_run() -> None:
+    """The branch has committed nothing."""
+    store = MemoryStore()
+    first = open_run(store, 1)
+    commit(store, first, 10)
+    ancestors = (Ancestor(first, 10),)
+    held = Save(20, file_names.save_name(open_run(store, 2, ancestors), 1))
+    open_run(store, 3, ancestors)
+    choice = choose(read_facts(store, {held: ancestors}))
+    assert "another history" in choice.unused[held]
+
+
 def test_no_flipped_bit_of_a_run_or_of_the_twin_hides_a_checkpoint() -> None:
     store = MemoryStore()
     first = open_run(store, 1)
