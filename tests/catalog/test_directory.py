@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from megatron_flashckpt.catalog.directory import (
     read_facts,
 )
 from megatron_flashckpt.catalog.lineage import Candidate, Save, Tracked, choose
-from megatron_flashckpt.errors import FormatVersionError
+from megatron_flashckpt.errors import FormatVersionError, StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.run_object import (
     Ancestor,
@@ -104,6 +105,28 @@ def test_memory_of_a_dead_branch_is_of_a_known_run() -> None:
     open_run(store, 3, ancestors)
     choice = choose(read_facts(store, {held: ancestors}))
     assert "another history" in choice.unused[held]
+
+
+@pytest.mark.parametrize(("code", "is_damage"), [(errno.EIO, True), (errno.EACCES, False)])
+def test_an_end_that_cannot_be_read_is_passed_over_by_no_load(
+    code: int, *, is_damage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load of a damaged save reports it; other errors concern all saves."""
+    store = MemoryStore()
+    save = commit(store, open_run(store, 1), 10)
+    get = store.get
+
+    def get_other(name: str, *where: int) -> bytes:
+        if name.startswith(file_names.iteration_dir(10)):
+            raise StorageError(code, name)
+        return get(name, *where)
+
+    monkeypatch.setattr(store, "get", get_other)
+    if is_damage:
+        assert list(read_facts(store).stored) == [save]
+    else:
+        with pytest.raises(StorageError):
+            read_facts(store)
 
 
 def test_no_flipped_bit_of_a_run_or_of_the_twin_hides_a_checkpoint() -> None:
