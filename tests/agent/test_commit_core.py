@@ -150,6 +150,23 @@ def test_a_node_waits_so_long_for_an_end_that_storage_does_not_take(
     assert machine.next(until_s + 0.1, NOBODY) == core.Conclude(None, Failure(failed="no space"))
 
 
+def test_nothing_that_is_seen_later_replaces_a_known_end() -> None:
+    """The trainers hear the end, also if storage hangs before its name is durable."""
+    machine, ended = recorded(*range(4)), core.Ended(End.COMMITTED)
+    machine.note(0.0, core.Unseen("a shard is missing"))
+    machine.note(1.0, ended)
+    late = Failure(failed="late")
+    for seen in (
+        core.GivenUp(late),
+        core.Unseen("a shard is missing"),
+        core.Trouble("hangs", may_pass=False),
+    ):
+        machine.note(30.0, seen)
+        assert machine.end == ended
+    trainers = core.Trainers(gone=frozenset({4}))
+    assert machine.next(TIMEOUT_S + 1, trainers) == core.Conclude(End.COMMITTED, None)
+
+
 def test_shards_that_stay_invisible_for_20_s_fail_the_save() -> None:
     machine = recorded(*range(4))
     for at, fails in ((1.0, False), (20.9, False), (21.1, True)):
