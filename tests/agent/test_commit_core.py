@@ -201,6 +201,29 @@ def test_a_save_that_times_out_names_what_is_missing(ranks: tuple[int, ...], mis
         assert words in action.failure.failed
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("others", "has_record", "hangs", "is_final"),
+    [
+        (True, True, False, True),
+        (True, True, True, False),
+        (True, False, False, False),
+        (False, True, False, False),
+    ],
+    ids=["others are missing", "storage fails", "own record is missing", "all are here"],
+)
+def test_a_save_that_times_out_is_written_again_unless_only_other_nodes_lack_it(
+    rank: int, *, others: bool, has_record: bool, hangs: bool, is_final: bool
+) -> None:
+    machine = (recorded if has_record else node_with)(rank, world_size=4 if others else 1)
+    if hangs:
+        machine.note(TIMEOUT_S, core.Trouble("no answer", may_pass=True))
+    action = machine.next(TIMEOUT_S + 1, NOBODY)
+    failure = action.failure if isinstance(action, (core.Fail, core.Conclude)) else None
+    assert failure is not None
+    assert failure.is_final is is_final
+
+
 @pytest.mark.parametrize(
     ("connected", "gone", "fails"),
     [((), (1,), True), ((0,), (1,), False), ((), (0,), False), ((), (2,), False)],
