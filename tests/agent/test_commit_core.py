@@ -129,8 +129,11 @@ def test_the_nodes_of_a_large_job_together_keep_to_the_rate_of_the_store() -> No
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_node_of_rank_0_gives_up_after_20_s_and_the_others_wait_for_it(rank: int) -> None:
-    machine = recorded(rank)
+@pytest.mark.parametrize("has_record", [True, False])
+def test_the_node_of_rank_0_gives_up_after_20_s_and_the_others_wait_for_it(
+    rank: int, *, has_record: bool
+) -> None:
+    machine = recorded(rank) if has_record else node_with(rank, durable=(rank,))
     actions = waits(machine, 500.0, core.Trouble("no answer", may_pass=True))
     proposes = any(isinstance(action, core.Fail) for action in actions)
     assert proposes == (rank == 0)
