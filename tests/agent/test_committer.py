@@ -62,7 +62,7 @@ def pending(
 ) -> tuple[Committer, Any]:
     """Return a committer with a save that rank 0 has staged, in a node of `run`."""
     options = SimpleNamespace(
-        commit_timeout_s=TIMEOUT_S, slow_save_s=2 * TIMEOUT_S, on_durable=None
+        commit_timeout_s=TIMEOUT_S, slow_save_s=2 * TIMEOUT_S, on_durable=None, history=0
     )
     node: Any = SimpleNamespace(
         changed=threading.Condition(),
@@ -71,6 +71,7 @@ def pending(
         run_number=run_number(run.name),
         history=None,
         options=options,
+        traces=SimpleNamespace(recording=lambda *_: contextlib.nullcontext(), write=lambda _: None),
         is_stuck=lambda: True,
     )
     janitor: Any = None
@@ -135,10 +136,6 @@ def test_only_a_failure_that_no_crash_of_training_explains_is_an_error(
 ) -> None:
     """Another node may hear of the crash first, and end the save for all nodes."""
     committer, save = pending(1, {0: _Rank(RUN)}, RUN)
-    committer._node.traces = SimpleNamespace(
-        recording=lambda *_: contextlib.nullcontext(), write=lambda _: None
-    )
-    vars(committer._node.options)["history"] = 0
     failure = Failure(failed="a failure", is_final=True, was_interrupted=interrupted)
     proposals.propose_failure(save.store, 10, SAVE, failure)
     ended = proposals.look(save.store, 10, SAVE)
@@ -147,6 +144,16 @@ def test_only_a_failure_that_no_crash_of_training_explains_is_an_error(
         committer._finish(save, core.Conclude(ended.end, ended.failure))
     levels = [record.levelno for record in caplog.records if "was not saved" in record.getMessage()]
     assert levels == [logging.INFO if interrupted else logging.ERROR]
+
+
+@pytest.mark.parametrize("end", [None, End.FAILED])
+def test_only_a_known_end_costs_shards(end: End | None) -> None:
+    """The end that a silent storage does not show may be a manifest."""
+    committer, save = pending(1, {0: _Rank(RUN)}, RUN)
+    shard = f"{save.directory}/{shard_name(0, SAVE)}"
+    save.store.create(shard, b"shard")
+    committer._finish(save, core.Conclude(end, Failure(failed="no answer")))
+    assert (shard in save.store.objects) is (end is None)
 
 
 def test_a_later_run_with_another_timeout_does_not_end_a_save_early() -> None:
