@@ -156,6 +156,26 @@ def test_only_a_known_end_costs_shards(end: End | None) -> None:
     assert (shard in save.store.objects) is (end is None)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "left_at", "resumed", "is_given_up"),
+    [
+        ((0,), 10, None, False),
+        ((0, 1), 10, None, True),
+        ((0,), 5, None, True),
+        ((0, 1), 5, SAVE, False),
+    ],
+    ids=["is whole", "rank 1 has no part", "another history", "training resumes from it"],
+)
+def test_a_new_run_gives_up_what_nobody_completes(
+    ranks: tuple[int, ...], left_at: int, resumed: str | None, *, is_given_up: bool
+) -> None:
+    committer, save = pending(2, {rank: _Rank(LATER) for rank in ranks}, LATER)
+    committer._node.history = History(LATER.name, (Ancestor(RUN.name, left_at),))
+    with committer._node.changed:
+        committer.run_opened(resumed)
+    assert (save.is_given_up, save.core.is_over) == (is_given_up, is_given_up)
+
+
 def test_a_later_run_with_another_timeout_does_not_end_a_save_early() -> None:
     """Other nodes wait for the deadline that the save began with."""
     rank = _Rank(RUN)
