@@ -153,6 +153,16 @@ def test_a_node_waits_so_long_for_an_end_that_storage_does_not_take(
     assert machine.next(until_s + 0.1, NOBODY) == core.Conclude(None, Failure(failed="no space"))
 
 
+def test_an_outage_fails_no_save_whose_shards_are_being_written() -> None:
+    """The errors of the shards say which ranks have failed."""
+    machine, outage = node_with(0, 1, durable=(0,)), core.Trouble("read-only", may_pass=False)
+    machine.note(0.0, outage)
+    assert not machine.is_over
+    machine.note(1.0, core.Durable(record(1)))
+    machine.note(1.0, outage)
+    assert machine.is_over
+
+
 def test_nothing_that_is_seen_later_replaces_a_known_end() -> None:
     """The trainers hear the end, also if storage hangs before its name is durable."""
     machine, ended = recorded(*range(4)), core.Ended(End.COMMITTED)
@@ -222,9 +232,9 @@ def test_a_save_that_times_out_is_written_again_unless_only_other_nodes_lack_it(
     if hangs:
         machine.note(TIMEOUT_S, core.Trouble("no answer", may_pass=True))
     action = machine.next(TIMEOUT_S + 1, NOBODY)
-    failure = action.failure if isinstance(action, (core.Fail, core.Conclude)) else None
-    assert failure is not None
-    assert failure.is_final is is_final
+    assert isinstance(action, core.Conclude if hangs else core.Fail)
+    assert action.failure is not None
+    assert action.failure.is_final is is_final
 
 
 @pytest.mark.parametrize(
