@@ -25,6 +25,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.end import End, Failure, encode_failure
 from megatron_flashckpt.file_format.file_names import (
     TRACKER,
+    next_attempt,
     run_file,
     run_number,
     save_name,
@@ -147,13 +148,25 @@ def test_only_a_failure_that_no_crash_of_training_explains_is_an_error(
 
 
 @pytest.mark.parametrize("end", [None, End.FAILED])
-def test_only_a_known_end_costs_shards(end: End | None) -> None:
+def test_only_a_known_end_costs_shards_and_the_name(end: End | None) -> None:
     """The end that a silent storage does not show may be a manifest."""
     committer, save = pending(1, {0: _Rank(RUN)}, RUN)
     shard = f"{save.directory}/{shard_name(0, SAVE)}"
     save.store.create(shard, b"shard")
     committer._finish(save, core.Conclude(end, Failure(failed="no answer")))
     assert (shard in save.store.objects) is (end is None)
+    with committer._node.changed:
+        assert committer.next_attempt(SAVE) == (SAVE if end is None else next_attempt(SAVE))
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_failed_save_is_held_unless_training_resumed_without_it(*, is_given_up: bool) -> None:
+    """Its slot is empty then, whatever failed it."""
+    rank = _Rank(RUN)
+    committer, save = pending(1, {0: rank}, RUN)
+    save.is_given_up = is_given_up
+    committer._finish(save, core.Conclude(End.FAILED, Failure(failed="no space")))
+    assert [isinstance(told, p.Outcome) and told.held for told in rank.told] == [not is_given_up]
 
 
 @pytest.mark.parametrize(
