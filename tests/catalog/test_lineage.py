@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_flashckpt.catalog.lineage import (
+    NOTHING,
     Candidate,
     Facts,
     Save,
@@ -102,6 +103,12 @@ def test_a_copied_checkpoint_is_a_wish_until_it_was_granted() -> None:
     given = granted(facts(tracker=27, stored=stored), THIRD)
     assert given == Tracked(27, COPIED.save_id, THIRD)
     assert choose(facts(tracker=27, stored=stored, tracked=given)).candidates[0].save == PATH[-1]
+
+
+def test_a_wish_for_a_save_of_an_older_run_has_the_history_of_that_run() -> None:
+    """A person wrote the tracker after a run had begun without one."""
+    choice = choose(facts(tracker=20, tracked=Tracked(NOTHING, THIRD)))
+    assert choice.candidates == (in_storage(PATH[1]), in_storage(PATH[0]))
 
 
 def test_megatrons_own_checkpoint_is_of_the_history_that_continues_it() -> None:
