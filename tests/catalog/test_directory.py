@@ -191,6 +191,14 @@ def test_the_tracker_names_an_iteration_or_is_damaged(
     assert (facts.tracker, facts.tracker_is_damaged) == (iteration, is_damaged)
 
 
+def test_a_directory_with_an_end_is_that_of_no_other_program() -> None:
+    store = MemoryStore()
+    commit(store, open_run(store, 1), 10)
+    for iteration in (10, 20):
+        store.create(f"{file_names.iteration_dir(iteration)}/metadata.json", b"{}")
+    assert list(read_facts(store).foreign) == [20]
+
+
 def test_links_are_not_entered(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
     store = open_store(tmp_path / "save")
