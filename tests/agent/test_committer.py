@@ -147,6 +147,15 @@ def test_only_a_failure_that_no_crash_of_training_explains_is_an_error(
     assert levels == [logging.INFO if interrupted else logging.ERROR]
 
 
+def test_a_checkpoint_that_retention_removed_was_committed() -> None:
+    """A trainer that asks late is not told a failure, and no attempt follows."""
+    _, save = pending(1, {0: _Rank(RUN)}, RUN)
+    removed = encode_failure(Failure(failed="no rule keeps it", was_removed=True))
+    save.store.create(save.end, removed)
+    ended = core.Ended(End.COMMITTED, None, is_durable=True)
+    assert proposals.look(save.store, 10, SAVE) == ended
+
+
 @pytest.mark.parametrize("end", [None, End.FAILED])
 def test_only_a_known_end_costs_shards_and_the_name(end: End | None) -> None:
     """The end that a silent storage does not show may be a manifest."""
