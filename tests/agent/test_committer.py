@@ -280,3 +280,17 @@ def test_a_shard_goes_before_the_end_only_if_a_full_disk_has_no_room_for_it(
     ended = committer._attempt(save, core.Fail(Failure(failed="ours"), frozenset({0})))
     assert ended == core.Ended(End.FAILED, failure, is_durable=not has_end)
     assert (shard not in store.objects) is goes
+
+
+def test_a_shard_that_comes_late_goes_once_the_end_is_known() -> None:
+    """Another agent may have found the shard and committed the save that this one gave up."""
+    committer, save = pending(1, {0: _Rank(RUN)}, RUN)
+    shard = f"{save.directory}/{shard_name(0, SAVE)}"
+    save.store.create(shard, b"shard")
+    for seen, stays in (
+        (core.GivenUp(Failure(failed="ours")), True),
+        (core.Ended(End.FAILED, Failure(failed="ours")), False),
+    ):
+        save.core.note(time.monotonic(), seen)
+        committer.remove_late(save, 0)
+        assert (shard in save.store.objects) is stays
