@@ -367,6 +367,11 @@ def _end_abandoned() -> None:
         while _abandoned:
             stager = _abandoned.pop()
             if stager._thread.is_alive():  # a forked child has no copy thread
+                if not stager.wait(0.0):
+                    logger.warning(
+                        "waiting for the copies of a checkpointer that this process has left; if "
+                        "they do not end, this rank's GPU hangs: end the job"
+                    )
                 stager.close()
 
 

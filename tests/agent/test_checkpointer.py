@@ -112,7 +112,11 @@ def test_a_crash_forgets_no_failure_that_other_nodes_wait_for(
 
 
 def test_a_retry_in_the_process_waits_for_the_copies_of_an_abandoned_save(
-    make_job: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+    make_job: Any,
+    config: Config,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The agent gives the slot of the abandoned save to the retry."""
     first = make_job(config)
@@ -140,6 +144,7 @@ def test_a_retry_in_the_process_waits_for_the_copies_of_an_abandoned_save(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         retrying = pool.submit(retry)
         assert not concurrent.futures.wait([retrying], timeout=2.0).done
+        assert "waiting for the copies of a checkpointer that this process has left" in caplog.text
         go.set()
         second, error = retrying.result(60.0)
     assert error is None
