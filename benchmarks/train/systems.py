@@ -198,10 +198,11 @@ def old_trees(
         )
     try:
         tree = Tree.extract(Path(clone), OLD, TAGS[OLD], root / "old")
+        site = real_dlrover.install(site_parent)
         # Compile the dataset helper before the tree is copied, so that no job compiles it.
         compiling = ["make", "-C", str(tree.root / "megatron/core/datasets")]
-        subprocess.run(compiling, env=tree.environment(root), check=True, capture_output=True)
-        site = real_dlrover.install(site_parent)
+        env = _with_packages(tree, root, site)
+        subprocess.run(compiling, env=env, check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
         printed = error.stderr.decode() if isinstance(error.stderr, bytes) else error.stderr
         last = printed.strip().splitlines()[-1:] if printed else []
@@ -215,10 +216,14 @@ def old_trees(
 
 
 def _of_tree(tree: Tree, root: Path, site: Path, flags: tuple[str, ...]) -> Megatron:
-    env = tree.environment(root)
     return Megatron(
         script=tree.root / "pretrain_gpt.py",
         flags=flags,
-        env={**env, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{site}"},
+        env=_with_packages(tree, root, site),
         cwd=tree.root,
     )
+
+
+def _with_packages(tree: Tree, root: Path, site: Path) -> dict[str, str]:
+    env = tree.environment(root)
+    return {**env, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{site}"}

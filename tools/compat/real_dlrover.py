@@ -24,8 +24,9 @@ _MODULE = "dlrover.trainer.torch.flash_checkpoint.megatron_dist_ckpt"
 _IMPORT = re.compile(
     r"^from (?:megatron|megatron\.training)?\.checkpointing import (save|load)_checkpoint$", re.M
 )
-#: Packages that DLRover's saver imports; grpc has wheels for every Python.
-_REQUIRED = ("deprecated", "grpcio")
+#: Packages that DLRover's saver imports, and those that its Megatron needs to compile and to start.
+#: grpc has wheels for every Python.
+_REQUIRED = ("deprecated", "grpcio", "pybind11", "six")
 #: Code at the end of the script that waits for the last save: DLRover's saver ends with the job,
 #: even in the middle of a save. DLRover's own wait function needs an existing tracker.
 _WAIT = f"""
