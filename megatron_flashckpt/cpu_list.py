@@ -1,7 +1,8 @@
-"""Lists of CPUs in the notation of the kernel and `taskset`: `0-3,8`, `0-30:2`."""
+"""CPUs of a rank, and lists of CPUs as the kernel and `taskset` write them: `0-3,8`, `0-30:2`."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -38,3 +39,9 @@ def shown(cpus: Iterable[int]) -> str:
         else:
             ranges.append([cpu, cpu])
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def cpus_of_rank() -> int:
+    """Return the number of CPUs of this rank, if the ranks of its node share them; at least 1."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks))

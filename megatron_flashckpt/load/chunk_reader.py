@@ -10,7 +10,6 @@ read then fails, and the caller discards all tensors that it filled.
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import queue
 import threading
 from collections import defaultdict
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.cpu_list import cpus_of_rank
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
@@ -325,9 +325,7 @@ def reader_threads(config: Config, most: int = _MOST_THREADS) -> int:
     Args:
         most: upper bound, if the configuration names no number.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks)
     # On two cores, a second thread shortens a load to 0.72 to 0.95 of the time. It costs a quarter
     # more CPU time, which is idle during a load. On one core, a second thread gains nothing.
-    threads = config.read_threads or min(cores, most)
+    threads = config.read_threads or min(cpus_of_rank(), most)
     return max(1, min(threads, config.read_memory_mib * 2**20 // 2 // CHUNK_NBYTES))

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,21 +105,38 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return made
 
 
-def test_pages_are_collapsed_and_mapped_by_short_calls(calls: list[tuple[int, int, int]]) -> None:
+def test_pages_are_collapsed_and_mapped_by_short_calls(
+    calls: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With one call for all, a failure early in the slab left the rest in pages of 4 KiB.
 
     Each call holds the kernel's lock of the memory map; other threads allocate between calls.
     """
+    monkeypatch.setattr(mapping, "cpus_of_rank", lambda: 1)
     mib = 2**20
-    assert mapping._collapse(memoryview(bytearray(70 * mib + 5))) == 38 * mib
-    assert [call[1:] for call in calls] == [
-        (number * mib, mapping._MADV_COLLAPSE) for number in (32, 32, 6)
-    ]
-    calls.clear()
-    mapping.populate(memoryview(bytearray(9 * mib + 5)))
-    assert [(address - calls[0][0], nbytes) for address, nbytes, _ in calls] == [
-        (0, 4 * mib),
-        (4 * mib, 4 * mib),
-        (8 * mib, mib + 5),
-    ]
-    assert {advice for *_, advice in calls} == {mapping._MADV_POPULATE_WRITE}
+    memory = memoryview(bytearray(70 * mib + 5))
+    assert mapping.populate(memory, huge_pages=True) == 38 * mib
+    begin = mapping.address_of(memory)
+    collapsed, mapped = (
+        [(at - begin, nbytes) for at, nbytes, its in calls if its == advice]
+        for advice in (mapping._MADV_COLLAPSE, mapping._MADV_POPULATE_WRITE)
+    )
+    assert collapsed == [(0, 32 * mib), (32 * mib, 32 * mib), (64 * mib, 6 * mib)]
+    assert mapped[-2:] == [(64 * mib, 4 * mib), (68 * mib, 2 * mib + 5)]
+    assert {nbytes for _, nbytes in mapped[:-1]} == {4 * mib}
+    assert sum(nbytes for _, nbytes in mapped) == memory.nbytes
+
+
+def test_a_rank_with_two_cpus_maps_a_slab_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first save soon after the start waits for its pages: one thread took 5 s for 34 GiB."""
+    both = threading.Barrier(2, timeout=20)
+
+    class Library:
+        @staticmethod
+        def madvise(*_: int) -> int:
+            both.wait()
+            return 0
+
+    monkeypatch.setattr(mapping, "_libc", Library)
+    monkeypatch.setattr(mapping, "cpus_of_rank", lambda: 2)
+    assert mapping.populate(memoryview(bytearray(64 * 2**20)), huge_pages=True) == 64 * 2**20
