@@ -234,6 +234,8 @@ class CommitCore:
         #: Names and ranks of the records, of all nodes, that listings have shown, unless a read did
         #: not find them; only on the node of rank 0. A later listing may lack them.
         self._listed: dict[str, range] = {}
+        #: Names of all records that listings have ever shown.
+        self._seen: set[str] = set()
         #: The end; before it is known, the failure that this node proposes.
         self._verdict: Ended | Failure | None = None
         self._next_at = staged_at
@@ -328,10 +330,11 @@ class CommitCore:
                 self._recorded |= ranks
                 self._publish_by = None
             case Looked(records):
-                former = self._listed_ranks()
-                self._listed |= records
-                if self._listed_ranks() != former:
+                # A record that no read finds stays in late listings, and is no news.
+                if not records.keys() <= self._seen:
                     self._pause_s = self._pace.shortest_s
+                self._seen |= records.keys()
+                self._listed |= records
             case Missing(name):
                 del self._listed[name]
             case Ended() if self.end is None or seen.is_durable:

@@ -98,8 +98,17 @@ def test_a_save_that_has_failed_publishes_no_record() -> None:
 # ---------------------------------------------------------------------- waits, and their end
 
 
-def waits(machine: CommitCore, until_s: float, answer: core.Observation) -> list[core.Action]:
-    """Return what a node does until a time, if storage always gives one answer."""
+def waits(
+    machine: CommitCore,
+    until_s: float,
+    answer: core.Observation,
+    of_commit: core.Observation | None = None,
+) -> list[core.Action]:
+    """Return what a node does until a time, if storage always gives one answer.
+
+    Args:
+        of_commit: the answer to a proposed manifest; None: the same one.
+    """
     now, actions = 0.0, []
     while now < until_s:
         action = machine.next(now, NOBODY)
@@ -109,7 +118,8 @@ def waits(machine: CommitCore, until_s: float, answer: core.Observation) -> list
             return actions
         else:
             actions.append(action)
-            machine.note(now, answer)
+            is_commit = isinstance(action, core.Commit)
+            machine.note(now, of_commit if is_commit and of_commit else answer)
     return actions
 
 
@@ -119,6 +129,13 @@ def test_a_waiting_node_asks_for_one_name_once_a_second_at_most(rank: int) -> No
     answer = listed(0, 1) if rank == 0 else core.Looked()
     actions = waits(recorded(rank), 100.0, answer)
     assert set(actions) == {core.Look(records=rank == 0)}
+    assert len(actions) < 110
+
+
+def test_a_record_that_only_listings_show_is_asked_for_once_a_second_at_most() -> None:
+    """A listing of NFS or of an object store may be older than what a read sees."""
+    missing = core.Missing("record of 3")
+    actions = waits(recorded(0), 100.0, listed(*range(4)), of_commit=missing)
     assert len(actions) < 110
 
 
