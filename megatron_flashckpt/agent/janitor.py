@@ -38,7 +38,7 @@ from megatron_flashckpt.catalog.retention import (
     newest_of,
     why_each_is_kept,
 )
-from megatron_flashckpt.catalog.tracker import tracked_before_commit
+from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.error_classes import class_of, may_pass
 from megatron_flashckpt.errors import FlashCkptError, for_listing
@@ -485,7 +485,7 @@ class Janitor:
 
     def _expired(self, save: CommittedSave) -> list[Stored]:
         """Return the checkpoints that no rule keeps; none without a tracker."""
-        tracked = tracked_before_commit(save.store)
+        tracked = tracked_iteration(save.store)
         if tracked is None:
             return []
         stored = self._all_stored()

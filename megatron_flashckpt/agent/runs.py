@@ -20,7 +20,6 @@ from megatron_flashckpt.agent.alive import Admission
 from megatron_flashckpt.agent.incarnations import process_with
 from megatron_flashckpt.catalog.directory import put_tracked, run_numbers, tracked
 from megatron_flashckpt.catalog.lineage import Facts, Save, descent, granted
-from megatron_flashckpt.catalog.tracker import tracker_text
 from megatron_flashckpt.errors import (
     AlreadyExistsError,
     CorruptCheckpointError,
@@ -29,6 +28,7 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format.file_names import (
+    TRACKER,
     parse_iteration_dir,
     parse_save,
     run_file,
@@ -183,7 +183,7 @@ def grant_wish(store: Store, run: RunObject, facts: Facts | None) -> None:
     Raises:
         StorageError: `tracker.json` cannot be written.
     """
-    if facts is None and tracker_text(store) is not None:
+    if facts is None and store.stat(TRACKER) is not None:
         return
     if facts is None:
         facts = Facts(tracker=None, tracked=tracked(store), runs={}, stored=())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_flashckpt.catalog import directory
 from megatron_flashckpt.catalog.lineage import History, Save, Tracked
-from megatron_flashckpt.catalog.tracker import tracked_before_commit
+from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.failpoints import hit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.store import Store
@@ -37,7 +37,7 @@ def moved_tracker(store: Store, save: Save, history: History | None) -> int | No
         is_of_history = named.run == save.run or (history is not None and history.holds(named))
         if is_of_history and named.order > save.order:
             return save.iteration
-    previous = tracked_before_commit(store)
+    previous = tracked_iteration(store)
     with phase("tracker"):
         # Only this thread writes it while the run is the newest one.
         store.discard_unfinished("", lambda name: name == file_names.TRACKER)

@@ -70,7 +70,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 
     directory: str
     tracker: str | None
-    """Contents of the tracker; None if the file is missing."""
+    """Contents of the tracker, empty if it is no file; None if it is missing."""
     checkpoints: list[Entry]
     writer: Writer | None
     """None if the newest run has ended."""
@@ -99,7 +99,9 @@ def run(args: argparse.Namespace, out: Console) -> int:
     store = listing.save_directory(args.directory)
     with busy("reading the checkpoints"):
         found = listing.checkpoints(store)
-        tracker = tracker_text(store)
+        entry = store.stat(TRACKER)
+        is_file = entry is None or entry.kind == "file"
+        tracker = tracker_text(store) if is_file else ""
         tracked = iteration_in(tracker or "")
         tracked_name = tracker if tracked is None else iteration_dir(tracked)
         if not found:
@@ -136,8 +138,10 @@ def run(args: argparse.Namespace, out: Console) -> int:
         say(out, f"{TRACKER} is missing: a job would start from scratch")
     elif any(entry.tracked for entry in entries):
         say(out, f"* named by {TRACKER}")
-    else:
+    elif tracker:
         say(out, f"{TRACKER} names {tracker!r}, which is missing")
+    else:
+        say(out, f"{TRACKER} names no checkpoint")
     if (writer := alive.newest(store)) is not None:
         say(out, f"saved to by {writer.writer}, {writer.doing}")
     for line in _logs(args.directory, writer):
@@ -159,7 +163,7 @@ def _logs(directory: str, writer: alive.Alive | None) -> Iterator[str]:
 
 def _nothing(directory: str, store: Store, tracker: str | None) -> str:
     """Return the message on a directory without checkpoints."""
-    fact = "" if tracker is None else f", although {TRACKER} names {tracker!r}"
+    fact = "" if not tracker else f", although {TRACKER} names {tracker!r}"
     if (writer := alive.newest(store)) is not None:
         return (
             f"{directory}: holds no checkpoint yet{fact}; {writer.writer} saves there, "

@@ -15,12 +15,11 @@ import torch
 
 from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.lineage import Facts, Save, choose
-from megatron_flashckpt.catalog.tracker import tracker_text
 from megatron_flashckpt.collectives import run_and_agree, run_on_rank_0, this_rank
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import hit
-from megatron_flashckpt.file_format.file_names import RELEASE
+from megatron_flashckpt.file_format.file_names import RELEASE, TRACKER
 from megatron_flashckpt.file_format.run_object import Ancestors
 from megatron_flashckpt.load import argument_source, loader
 from megatron_flashckpt.load.argument_source import ArgumentSource
@@ -186,7 +185,7 @@ def _with_directory(call: LoadCall, memory: HeldInMemory) -> tuple[LoadCall, Hel
 
 
 def _has_tracker(call: LoadCall) -> bool:
-    return tracker_text(_store(call)) is not None
+    return _store(call).stat(TRACKER) is not None
 
 
 def _unused_if_empty(call: LoadCall, memory: HeldInMemory) -> Mapping[Save, str] | None:

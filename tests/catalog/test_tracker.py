@@ -11,7 +11,6 @@ import pytest
 
 from megatron_flashckpt.catalog.directory import read_facts
 from megatron_flashckpt.catalog.tracker import (
-    tracked_before_commit,
     tracked_iteration,
     tracker_text,
 )
@@ -38,14 +37,12 @@ def test_a_tracker_names_the_iteration_in_its_text(
 ) -> None:
     (tmp_path / TRACKER).write_bytes(contents)
     store = open_store(tmp_path)
-    assert tracked_iteration(store) == tracked_before_commit(store) == iteration
+    assert tracked_iteration(store) == iteration
     assert len(tracker_text(store) or "") <= 4096
 
 
 @pytest.mark.parametrize("kind", ["missing", "directory", "link"])
-def test_a_tracker_that_is_no_file_names_nothing_and_stops_no_commit(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_tracker_that_is_no_file_names_nothing(tmp_path: Path, kind: str) -> None:
     """A load takes the newest checkpoint then."""
     match kind:
         case "directory":
@@ -54,21 +51,16 @@ def test_a_tracker_that_is_no_file_names_nothing_and_stops_no_commit(
             (tmp_path / "other").write_text("5")
             (tmp_path / TRACKER).symlink_to("other")
     store = open_store(tmp_path)
-    assert tracked_before_commit(store) is None
+    assert tracked_iteration(store) is None
     facts = read_facts(store)
     assert (facts.tracker, facts.tracker_is_damaged) == (None, kind != "missing")
-    if kind == "missing":
-        assert (tracked_iteration(store), tracker_text(store)) == (None, None)
-    else:
-        with pytest.raises(StorageError):
-            tracked_iteration(store)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_tracker_that_cannot_be_read_now_stops_commits_too(number: int) -> None:
+def test_a_tracker_that_cannot_be_read_now_is_an_error(number: int) -> None:
     def refuse(*_: object) -> bytes:
         raise StorageError(number, "refused")
 
     store: Any = SimpleNamespace(get=refuse)
     with pytest.raises(StorageError):
-        tracked_before_commit(store)
+        tracked_iteration(store)

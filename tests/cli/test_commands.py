@@ -18,6 +18,7 @@ import pytest
 
 from megatron_flashckpt import FORMAT_VERSION, __version__, config
 from megatron_flashckpt.agent import alive
+from megatron_flashckpt.catalog.listing import newest_durable
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import printable
 from megatron_flashckpt.config import Config, load_config
@@ -206,6 +207,33 @@ def test_ls_reports_a_tracker_that_is_missing_or_names_a_missing_iteration(
         assert re.fullmatch(rf"{TRACKER} names '.+', which is missing", ran.lines[-1])
     (save / TRACKER).unlink()
     assert run("ls", save).lines[-1] == f"{TRACKER} is missing: a job would start from scratch"
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "loop", "directory"])
+def test_a_tracker_that_is_no_file_hides_no_checkpoint_from_a_command(
+    run: Run, save: Path, kind: str
+) -> None:
+    """A load ignores it, and takes the newest checkpoint."""
+    for iteration in (10, 20):
+        make(save, iteration)
+    tracker = save / TRACKER
+    tracker.rename(save / "elsewhere")
+    (save / "elsewhere").write_text("10")
+    if kind == "directory":
+        tracker.mkdir()
+    else:
+        tracker.symlink_to({"link": "elsewhere", "loop": TRACKER}.get(kind, "nowhere"))
+    assert newest_durable(PosixStore(save)) == 20
+    remedy = "move it away" if kind == "directory" else "remove it"
+    for command in (["ls"], ["inspect"], ["verify"], ["verify", "--all"], ["report"]):
+        ran = run(command[0], save, *command[1:])
+        assert (ran.status, "20" in ran.out) == (0, True)
+        assert re.fullmatch(
+            rf"flashckpt: .* names no iteration: {tracker}: .*; .*{remedy}\n", ran.err
+        )
+    assert run("verify", save).lines[-1].startswith("iter_0000020: intact")
+    assert run("ls", save).lines[-1] == f"{TRACKER} names no checkpoint"
+    assert json.loads(run("ls", save, "--json").out)["tracker"] == ""
 
 
 def test_a_directory_without_checkpoints_is_an_error_of_ls(run: Run, save: Path) -> None:

@@ -463,3 +463,12 @@ def test_a_pretrained_model_replaces_no_save_that_another_number_of_ranks_can_lo
     )
     with pytest.raises(MissingStateError, match="Start the job with 2 ranks"):
         resume._with_directory(call, TORN)
+
+
+def test_a_tracker_that_is_no_file_keeps_a_load_from_a_pretrained_model(tmp_path: Path) -> None:
+    """As any other tracker does; the load then takes the newest checkpoint of the job."""
+    (tmp_path / TRACKER).symlink_to("nowhere")
+    call: Any = SimpleNamespace(
+        directory=str(tmp_path), policy=LoadPolicy(pretrained="/models/base"), config=Config()
+    )
+    assert resume._with_directory(call, HeldInMemory()) == (call, HeldInMemory())
