@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import datetime
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.file_format.file_names import first_sequence, save_name
 from megatron_flashckpt.file_format.run_object import Ancestors, RunObject, decode_run, encode_run
+from megatron_flashckpt.save.background_work import answer_within
+
+_T = TypeVar("_T")
 
 #: Longest wait of a rank until the first one has opened the run, in addition to what that one may
 #: wait for another run to end.
 _OPENED_S = 300.0
+#: Additional seconds for one reply: PyTorch's client waits without end for a store that hangs.
+_ANSWER_S = 15.0
 #: First byte of an error in place of a run.
 _REFUSED = "!"
 
@@ -65,22 +73,47 @@ def opened_once(root: str, open_run: Callable[[], RunObject], wait_s: float) -> 
         wait_s: how long `open_run` may wait for another run to end.
 
     Raises:
-        FlashCkptError: that rank could not open the run.
+        FlashCkptError: that rank could not open the run, or the store is gone or hangs.
     """
     if not dist.is_initialized():
         return open_run()
     store = dist.distributed_c10d._get_default_store()
     key = f"megatron_flashckpt/run/{root}"
-    if store.add(f"{key}/ranks", 1) > 1:
-        store.wait([key], datetime.timedelta(seconds=wait_s + _OPENED_S))
-        encoded: bytes = store.get(key)
+    if _answer(root, 0.0, store.add, f"{key}/ranks", 1) > 1:
+        within_s = wait_s + _OPENED_S
+        _answer(root, within_s, store.wait, [key], datetime.timedelta(seconds=within_s))
+        encoded: bytes = _answer(root, 0.0, store.get, key)
         if encoded.startswith(_REFUSED.encode()):
             raise FlashCkptError(encoded[len(_REFUSED) :].decode())
         return decode_run(encoded, "the job's store")
     try:
         opened = open_run()
     except Exception as error:
-        store.set(key, f"{_REFUSED}{error}")
+        with contextlib.suppress(FlashCkptError):
+            _answer(root, 0.0, store.set, key, f"{_REFUSED}{error}")
         raise
-    store.set(key, encode_run(opened).decode())
+    _answer(root, 0.0, store.set, key, encode_run(opened).decode())
     return opened
+
+
+def _answer(root: str, within_s: float, ask: Callable[..., _T], *request: object) -> _T:
+    """Return what the job's store answers to `ask(*request)`.
+
+    Args:
+        within_s: how long the store itself may wait.
+
+    Raises:
+        FlashCkptError: the store failed, or did not answer in time.
+    """
+    answer = answer_within(within_s + _ANSWER_S, "flashckpt-store", lambda: ask(*request))
+    try:
+        return answer.result(0.0)
+    except (RuntimeError, concurrent.futures.TimeoutError) as error:
+        # An error of the store may end with a page of C++ frames.
+        reason = f"fails ({str(error).partition(chr(10))[0]})" if answer.done() else "hangs"
+        raise FlashCkptError(
+            f"{root}: this rank does not learn under which run the job saves, because the job's "
+            f"rendezvous store {reason}; load before training, also in a fresh start, so "
+            "that no save needs that store, or keep its process (that of rank 0, or torchrun) "
+            "until all ranks have saved"
+        ) from error

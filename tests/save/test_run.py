@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from megatron_flashckpt.errors import FlashCkptError, OtherWriterError
 from megatron_flashckpt.file_format.file_names import first_sequence, parse_save, save_name
 from megatron_flashckpt.file_format.run_object import Ancestor, RunObject
+from megatron_flashckpt.save import run as run_module
 from megatron_flashckpt.save.run import Run, opened_once
 
 RUN = RunObject(name="000003-abcd", ancestors=(Ancestor("000001-aaaa", 10),))
@@ -55,6 +59,57 @@ def test_the_first_rank_opens_the_run_and_the_others_wait_for_it(is_refused: boo
         assert all("000002-bbbb" in str(error) for error in results)
     else:
         assert results == [RUN] * RANKS
+
+
+def gone() -> Any:
+    """Return the client of a store whose process has ended."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return dist.TCPStore("127.0.0.1", server.port, is_master=False)
+
+
+def hanging() -> Any:
+    return SimpleNamespace(add=lambda *_: threading.Event().wait(60.0))
+
+
+def unfinished() -> Any:
+    """Return the store in which another rank has begun to open the run, and does not end."""
+    store = dist.HashStore()
+    store.add("megatron_flashckpt/run//save/ranks", 1)
+    return store
+
+
+@pytest.mark.parametrize("failing", [gone, hanging, unfinished])
+def test_a_store_that_gives_no_run_ends_the_save_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, failing: Callable[[], Any]
+) -> None:
+    store = failing()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(run_module, "_OPENED_S", 0.1)
+    monkeypatch.setattr(run_module, "_ANSWER_S", 0.5)
+    with pytest.raises(FlashCkptError) as raised:
+        opened_once("/save", lambda: RUN, 0.0)
+    assert re.fullmatch(
+        r"/save: this rank does not learn under which run the job saves, because the job's "
+        r"rendezvous store .+; load before training.*",
+        str(raised.value),
+    )
+
+
+def test_the_error_of_the_first_rank_counts_though_the_store_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store: Any = SimpleNamespace(add=lambda *_: 1)  # and no `set`
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+
+    def refuse(*_: object) -> None:
+        raise dist.DistNetworkError("connection closed")
+
+    def open_run() -> RunObject:
+        raise OtherWriterError("run 000002-bbbb trains there")
+
+    store.set = refuse
+    with pytest.raises(OtherWriterError, match="000002-bbbb"):
+        opened_once("/save", open_run, 0.0)
 
 
 def test_no_name_is_used_twice_and_every_run_counts_anew() -> None:
