@@ -33,6 +33,7 @@ class AgentConnection:
         self.current: AgentClient | None = None
         """The open connection, or None."""
         self._has_lost_one = False
+        self._is_closed = False
         self._run: RunObject | None = None
         self._begun: BeginRun | None = None
         self._opened: PeersOpened | None = None
@@ -42,8 +43,12 @@ class AgentConnection:
         """Return the connection; open it, and start the agent, if necessary.
 
         Raises:
-            AgentError: there is no agent, and none can be started.
+            AgentError: there is no agent, and none can be started; or the connection was closed.
         """
+        if self.current is None and self._is_closed:
+            raise AgentError(
+                f"rank {self._rank}: this checkpointer for {self._root} was closed; make another"
+            )
         if self.current is None:
             # The rank that first notices a lost agent starts the next one. Local rank 0 may notice
             # later, because it waits for this rank in training.
@@ -144,7 +149,7 @@ class AgentConnection:
     def note_lost(self) -> None:
         """Close the connection to a lost agent; this rank may start the next one."""
         self._has_lost_one = True
-        self.close()
+        self.disconnect()
 
     def leave(self) -> bool:
         """Have the agent free this rank's memory; return whether there is an agent."""
@@ -158,7 +163,12 @@ class AgentConnection:
         return True
 
     def close(self) -> None:
-        """Disconnect. Without a prior `leave`, the agent keeps this rank's slots for a restart."""
+        """Disconnect for good. Without a prior `leave`, the agent keeps the slots for a restart."""
+        self._is_closed = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one; `client` opens another."""
         if self.current is not None:
             self.current.close()
             self.current = None

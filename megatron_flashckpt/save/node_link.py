@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,11 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that a job with CUDA graphs waits for page-locked slots before its first step.
 _PINNING_S = 600.0
+#: Longest wait of `abandon` for running copies, in seconds; enough for a healthy GPU.
+ABANDON_S = 1.0
+#: Links that this process has abandoned while they copied, or prepared.
+_abandoned: list[NodeLink] = []
+os.register_at_fork(after_in_child=_abandoned.clear)  # a child has none of their threads
 
 
 def _holds_checkpoint(slab: Slab) -> bool:
@@ -38,9 +44,12 @@ class NodeLink:
     """Creates a slab in the background and shares it with the agent, or with the agent's successor.
 
     Used on the training thread. A call waits until background work of an earlier call has ended.
+    Its constructor waits until abandoned links of this process have ended. So none of them connects
+    or copies later, when the agent serves this one and may have given it their slots.
     """
 
     def __init__(self, root: str, rank: int, config: Config) -> None:
+        _end_abandoned()
         self._rank = rank
         self._config = config
         self._connection = AgentConnection(root, rank, config)
@@ -385,7 +394,7 @@ class NodeLink:
         except FlashCkptError as error:
             logger.error("rank %d: no agent replaces the lost one: %s", self._rank, error)
             self.refusal = str(error)
-            self._connection.close()
+            self._connection.disconnect()
 
     def adopted_saves(self) -> tuple[str, ...] | None:
         """Return the saves that an agent has adopted with the slab since the last call.
@@ -398,10 +407,15 @@ class NodeLink:
         return adopted
 
     def abandon(self) -> None:
-        """Disconnect after a crash, without waiting for the preparing thread or a hanging GPU."""
-        self._background.close(0.0)
-        self.stager.abandon()
-        self._connection.close()
+        """Disconnect after a crash, without waiting for the preparing thread or a hanging GPU.
+
+        A slot that is still incomplete stays STAGING, and the agent discards it.
+        """
+        if self.stager.wait(ABANDON_S) and not self.is_preparing:
+            self.close(leave=False)
+        else:
+            self._connection.close()
+            _abandoned.append(self)
 
     def close(self, *, leave: bool) -> bool:
         """End the copy thread and disconnect; with `leave` the agent frees this rank's memory.
@@ -417,3 +431,15 @@ class NodeLink:
             self._slab.close()
             self._slab = None
         return has_agent
+
+
+def _end_abandoned() -> None:
+    """Close the links that this process has abandoned; wait until their work has ended."""
+    while _abandoned:
+        link = _abandoned.pop()
+        if not link.stager.wait(0.0):
+            logger.warning(
+                "waiting for the copies of a checkpointer that this process has left; if they do "
+                "not end, this rank's GPU hangs: end the job"
+            )
+        link.close(leave=False)

@@ -40,11 +40,6 @@ logger = logging.getLogger(__name__)
 #: Late copies of a GPU are enqueued in parts of this size: 1.3 ms at 52 GB/s. Each part wakes the
 #: copy thread; with parts of 16 MiB a launch-bound step lost 37 instead of 25 ms per save of 5 GiB.
 PART_NBYTES = 64 * 2**20
-#: Longest wait of `abandon` for running copies, in seconds.
-ABANDON_S = 1.0
-#: Stagers that this process has abandoned while they copied.
-_abandoned: list[Stager] = []
-_ending = threading.Lock()
 
 
 @dataclasses.dataclass
@@ -91,13 +86,11 @@ class Stager:
     def use(self, slab: Slab, *, device: int | None) -> None:
         """Stage into `slab` from now on, from tensors on the host and on CUDA device `device`.
 
-        Called by any thread that `cuda.enter_thread` has prepared. Waits for running copies, also
-        for those of a stager that this process has abandoned: its slot may be given to this one.
+        Called by any thread that `cuda.enter_thread` has prepared. Waits for running copies.
 
         Raises:
             SaveFailedError: CUDA cannot create a stream on that device; the former slab is dropped.
         """
-        _end_abandoned()
         self.drop_slab()
         if device != self.device or (self._stream is None and device is not None):
             self._stream = self.device = self._pace = None
@@ -243,17 +236,6 @@ class Stager:
         self._thread.join()
         self._release_slab(PinnedSlab.close)
 
-    def abandon(self) -> None:
-        """Let this process end soon, even if the GPU hangs; called after a crash of training.
-
-        Waits `ABANDON_S` for running copies, which is enough for a healthy GPU. A slot that is
-        still incomplete stays STAGING, and the agent discards it.
-        """
-        if self.wait(ABANDON_S):
-            self.close()
-        else:
-            _abandoned.append(self)
-
     def _release_slab(self, release: Callable[[PinnedSlab], None]) -> None:
         if self._pinned is not None:
             release(self._pinned)
@@ -359,20 +341,6 @@ def _new_stream(device: int) -> torch.cuda.Stream:
             f"cuda:{device} cannot create a stream for copies to host memory ({error}); restart "
             "the job on another GPU"
         ) from error
-
-
-def _end_abandoned() -> None:
-    """Wait until no abandoned stager of this process copies."""
-    with _ending:
-        while _abandoned:
-            stager = _abandoned.pop()
-            if stager._thread.is_alive():  # a forked child has no copy thread
-                if not stager.wait(0.0):
-                    logger.warning(
-                        "waiting for the copies of a checkpointer that this process has left; if "
-                        "they do not end, this rank's GPU hangs: end the job"
-                    )
-                stager.close()
 
 
 def _parts(runs_of_save: Iterator[Run]) -> Iterator[list[Run]]:

@@ -13,16 +13,17 @@ import msgspec
 import pytest
 import torch
 
+from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError, UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import decode_failure
 from megatron_flashckpt.memory.runs import Run
-from megatron_flashckpt.save import stager
+from megatron_flashckpt.save import agent_connection, node_link
 from tests.agent.conftest import Node
 from tests.support.rank_job import NUMEL, session_of
-from tests.support.trainer import blocked_shard, eventually
+from tests.support.trainer import blocked_shard, eventually, kill_agent
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_a_retry_in_the_process_waits_for_the_copies_of_an_abandoned_save(
             go.wait(60.0)
         copy(run)
 
-    monkeypatch.setattr(stager, "ABANDON_S", 0.1)
+    monkeypatch.setattr(node_link, "ABANDON_S", 0.1)
     monkeypatch.setattr(Run, "copy_on_host", late)
     for tensor in first.tensors:
         tensor.add_(1)
@@ -149,6 +150,60 @@ def test_a_retry_in_the_process_waits_for_the_copies_of_an_abandoned_save(
         second, error = retrying.result(60.0)
     assert error is None
     second.assert_stored(root, 3)
+
+
+def test_an_abandoned_checkpointer_takes_no_agent_from_its_successor(
+    make_job: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still seeks one when the process begins again."""
+    first = make_job(config)
+    assert first.save(1) is None
+    go, connect = threading.Event(), agent_connection.connect
+
+    def late(*place: Any) -> AgentClient:
+        assert go.wait(60.0)
+        return connect(*place)
+
+    lost = first.checkpointer.link.client()
+    kill_agent(lost.agent_pid)
+    monkeypatch.setattr(agent_connection, "connect", late)
+    first.checkpointer.link.replace_agent(lost)
+    seeking = first.checkpointer.link._background._thread
+    first.checkpointer.abandon()
+    monkeypatch.setattr(agent_connection, "connect", connect)
+
+    def retry() -> tuple[Any, str | None]:
+        second = make_job(config)
+        return second, second.save(2)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        retrying = pool.submit(retry)
+        concurrent.futures.wait([retrying], timeout=2.0)
+        go.set()
+        second, error = retrying.result(60.0)
+    assert error is None
+    seeking.join(60.0)
+    assert second.save(3) is None
+    second.assert_stored(root, 3)
+
+
+@pytest.mark.parametrize("how", ["closed", "abandoned"])
+def test_a_checkpointer_that_was_left_saves_no_more(
+    make_job: Any, config: Config, root: Path, how: str
+) -> None:
+    first = make_job(config)
+    assert first.save(1) is None
+    if how == "closed":
+        first.checkpointer.close(leave=False)
+    else:
+        first.checkpointer.abandon()
+    second = make_job(config)
+    assert second.save(2) is None
+    first.checkpointer.save(first.request(3))
+    (outcome,) = first.checkpointer.saves.poll()
+    assert "was closed" in str(outcome.error)
+    assert second.save(4) is None
+    second.assert_stored(root, 4)
 
 
 def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(

@@ -8,16 +8,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.timers import Timers
 
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save import stager as stager_module
+from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.stager import Stager
 from tests.save.test_stager import PATIENCE_S, Finish, bytes_at, raw
 from tests.simulated_gpu import Node, simulated_gpus
@@ -533,8 +536,11 @@ def test_the_error_names_a_gpu_that_refuses_a_stream(node: Node, slab: Slab) -> 
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails for good"])
-def test_an_exit_after_a_crash_does_not_wait_for_a_gpu(node: Node, slab: Slab, how: str) -> None:
-    stager, finish = Stager(), Finish()
+def test_an_exit_after_a_crash_does_not_wait_for_a_gpu(
+    node: Node, slab: Slab, tmp_path: Path, how: str
+) -> None:
+    link, finish = NodeLink(str(tmp_path), RANK, Config()), Finish()
+    stager = link.stager
     stager.use(slab, device=RANK)
     stager.pin(None)
     stager.wait_pinned()
@@ -544,14 +550,20 @@ def test_an_exit_after_a_crash_does_not_wait_for_a_gpu(node: Node, slab: Slab, h
     if how != "hangs":
         node.devices[RANK].fail("an illegal memory access was encountered")
     started = time.monotonic()
-    stager.abandon()
+    link.abandon()
     assert time.monotonic() - started < 5.0
     assert finish.errors != [None]
+    node.devices[RANK].running.set()
+    NodeLink(str(tmp_path), RANK, Config()).close(leave=False)
+    assert not stager._thread.is_alive()
 
 
-def test_no_copy_is_lost_when_a_crash_leaves_the_gpu_alive(slab: Slab, unlocked: Stager) -> None:
-    finish = Finish()
-    unlocked.stage(copies(slab, in_parts(5)), finish)
-    unlocked.abandon()
+def test_no_copy_is_lost_when_a_crash_leaves_the_gpu_alive(
+    node: Node, slab: Slab, tmp_path: Path
+) -> None:
+    link, finish = NodeLink(str(tmp_path), RANK, Config()), Finish()
+    link.stager.use(slab, device=RANK)
+    link.stager.stage(copies(slab, in_parts(5)), finish)
+    link.abandon()
     assert finish.errors == [None]
     assert torch.equal(staged(slab, 5 * PART_NUMEL)[::PART_NUMEL], torch.arange(5.0))
