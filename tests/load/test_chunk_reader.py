@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -274,13 +274,36 @@ def test_after_an_error_nothing_more_is_written(large: MadeSave) -> None:
         reading.join(60)
         assert [str(error) for error in errors] == ["chunk 0 is not to be had"]
         assert done[-1] == -1
-        # The failed thread may have read another chunk before the other threads were stopped.
         assert len(begun) < len(chunks)
         # The reader and its buffers remain usable.
         before = reader.read_nbytes
         reader.read(chunks, DiscardingSink())
         assert reader.read_nbytes - before == 20 * sum(piece.nbytes for piece in MATRICES)
         assert done[-1] == -1
+
+
+def test_of_several_damaged_chunks_the_first_in_the_file_is_named(large: MadeSave) -> None:
+    """Whichever thread is faster, so two loads name one chunk."""
+    stored = large.stored()
+    chunks = chunk_reads(read_plan(MATRICES, stored.sources(), "it"), MATRICES)
+    others = threading.Event()
+
+    class DamagedSource:
+        data_nbytes = stored.data_nbytes
+
+        def read_chunk(self, _: int, number: int, __: Sequence[memoryview]) -> None:
+            if number == 1:
+                assert others.wait(60)
+            elif number > 1:
+                others.set()
+            if number > 0:
+                raise CorruptCheckpointError(f"chunk {number} is damaged")
+
+    with (
+        ChunkReader(DamagedSource(), 2) as reader,
+        pytest.raises(CorruptCheckpointError, match="chunk 1 is damaged"),
+    ):
+        reader.read(chunks, DiscardingSink())
 
 
 def test_a_thread_that_cannot_start_ends_the_others(
