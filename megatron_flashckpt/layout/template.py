@@ -237,7 +237,6 @@ class PlanCache:
         """Number of the returned layouts of each origin."""
         self._taken: Counter[PlanOrigin] = Counter()
         self._kept: list[tuple[list[Piece], Layout]] = []
-        self._ordered: tuple[list[Piece], list[int]] = ([], [])
         self._fetch = fetch
         self._publish = publish
 
@@ -246,12 +245,6 @@ class PlanCache:
         later = self.origins - self._taken
         self._taken = self.origins.copy()
         return "computed" if later["computed"] else "found" if later["found"] else "kept"
-
-    def order(self, pieces: list[Piece]) -> list[int]:
-        """Return `order(pieces)`, from the cache if the pieces equal those of the last call."""
-        if self._ordered[0] != pieces:
-            self._ordered = (list(pieces), order(pieces))
-        return self._ordered[1]
 
     def layout(self, pieces: list[Piece]) -> Layout:
         """Return the layout of `pieces`, which must be in layout order (see `order`)."""

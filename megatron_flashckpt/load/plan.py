@@ -243,7 +243,7 @@ class _RankPlanner:
             piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
         elif self._weights_alone and piece.kind == WEIGHT:
             stored = job.type_of(WEIGHT, piece)
-            if stored is not None and is_converted(stored, local.source):
+            if stored is not None and is_converted(stored, local.tensor):
                 piece = msgspec.structs.replace(piece, dtype=stored)
         place = local.copy and self._copies.get((piece.key, local.copy.offset))
         return piece if place is None else as_copy(piece, place)

@@ -10,19 +10,17 @@ from megatron_flashckpt.layout.copies import CopyPlace
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
-# A save makes one `LocalPiece` per tensor. Structs that the garbage collector ignores take a fifth
-# of the time of named tuples; a `LocalPiece` cannot be part of a reference cycle.
+# A load and a first save make one `LocalPiece` per tensor. Structs that the garbage collector
+# ignores take a fifth of the time of named tuples; a `LocalPiece` cannot be part of a reference
+# cycle.
 
 
 class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A piece and its local elements."""
 
     piece: Piece
-    source: torch.Tensor
-    """A flat tensor without gradients: a view, or a copy of a non-contiguous tensor."""
-    start: int = 0
-    end: int | None = None
-    """The half-open range of the piece's elements in `source`; None: up to its end."""
+    tensor: torch.Tensor
+    """The elements, flat and without gradients: a view, or a copy of a non-contiguous tensor."""
     resizable: bool = False
     """True if the stored global shape may differ (padded vocabulary)."""
     early: bool = False
@@ -30,12 +28,7 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     copy: CopyPlace | None = None
     """In a load: place of the copy that this rank had saved (`Geometry.copy`)."""
     origin: tuple[torch.Tensor, torch.Tensor] | None = None
-    """A non-contiguous tensor and its contiguous copy; `source` is a view of the copy."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The elements, flat."""
-        return self.source if self.end is None else self.source[self.start : self.end]
+    """A non-contiguous tensor and its contiguous copy; `tensor` is a view of the copy."""
 
 
 # Calls of torch dominate the time to enumerate tens of thousands of tensors, so calls without

@@ -14,7 +14,8 @@ import torch
 from megatron_flashckpt.config import Replicated, ShareOut, Weights
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape, spread_over_nodes
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
-from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut
+from megatron_flashckpt.megatron_lm.cutting import cut
+from megatron_flashckpt.megatron_lm.enumeration import Enumeration
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.repeat import Repeat
@@ -106,7 +107,7 @@ class ModelState:
         chunks: list[Any],
         optimizer: Any,
         tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]] = OptimizerEntry.tensors,
-    ) -> list[LocalPiece]:
+    ) -> Enumeration:
         """Return the pieces that this rank writes. All ranks together write every copy once.
 
         With the distributed optimizer a rank writes the weights whose masters it owns. These are
@@ -120,25 +121,24 @@ class ModelState:
         repeats = tensors_of is OptimizerEntry.tensors
         derived = self.derived(geometry, optimizer)
         collector = PieceCollector(self._replicated, self._share, geometry, derived, tensors_of)
-        pieces: list[LocalPiece] = []
+        owned = Enumeration()
         for sub, assigned in optimizer_state.parts(optimizer):
             known = geometry.repeats.get(sub) if repeats else None
-            repeated = None if known is None else known.pieces(sub, derived)
-            if repeated is not None:
-                pieces += repeated
+            if known is not None and (tensors := known.tensors(sub, derived)) is not None:
+                owned.add_block(known.sections, tensors)
                 continue
             written = collector.own_parts(optimizer_state.entries_of(sub, assigned=assigned))
-            for part in written:
-                pieces += own_pieces(part)
+            owned.add([local for part in written for local in own_pieces(part)])
             if repeats and (repeat := Repeat.of(sub, derived, written)) is not None:
                 geometry.repeats[sub] = repeat
         collector.add_whole_weights(optimizer)
-        pieces += collector.shares()
+        pieces = collector.shares()
         for geo, tensor in geometry.buffer_tensors(chunks):
             if geo.is_saved and geo.replica == 0:
                 kind = geo.saved_kind(BUFFER)
                 pieces += cut(geo, kind, tensor, 0, tensor.numel(), early=True)
-        return pieces
+        owned.add(pieces)
+        return owned
 
     def derived(self, geometry: ModelGeometry, optimizer: Any) -> set[int]:
         """Return the ids of the parameters that are saved as masters only.

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm import optimizer_state
 from megatron_flashckpt.megatron_lm.cpu_offload import is_offloading
-from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.enumeration import Section
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
@@ -46,7 +45,7 @@ class WrittenEntry(NamedTuple):
 
 
 class Repeat:
-    """The cached pieces of one DistributedOptimizer; made by `of`."""
+    """The cached sections of one DistributedOptimizer; made by `of`."""
 
     def __init__(self, derived: Set[int], written: list[WrittenEntry]) -> None:
         self._derived = frozenset(derived)
@@ -68,7 +67,8 @@ class Repeat:
         self._known = [weakref.ref(tensor) for tensor in tensors]
         self._forms = list(map(_form_of, tensors))
         self._weights = [number for number, w in enumerate(written) if w.weight_kind is not None]
-        self._arrange(written, tensors)
+        self.sections = self._sections(written, tensors)
+        """The pieces that `sub` writes, as sections of `tensors`."""
 
     @classmethod
     def of(cls, sub: Any, derived: Set[int], written: list[WrittenEntry]) -> Repeat | None:
@@ -92,8 +92,11 @@ class Repeat:
         )
         return cls(derived, written) if is_plain else None
 
-    def pieces(self, sub: Any, derived: Set[int]) -> list[LocalPiece] | None:
-        """Return the pieces that `sub` writes now; None if more than values has changed."""
+    def tensors(self, sub: Any, derived: Set[int]) -> list[torch.Tensor] | None:
+        """Return the present tensors of `sections`; None if more than values has changed.
+
+        These are flat views of all written weights, all owned tensors, and the written states.
+        """
         if not _can_repeat(sub) or optimizer_state.weights_lag(sub) or derived != self._derived:
             return None
         table = list(optimizer_state.shards(sub))
@@ -117,21 +120,17 @@ class Repeat:
         ):
             return None
         weights = _flat(list(map(parameters.__getitem__, self._weights)))
-        return None if weights is None else self._arranged([*weights, *tensors])
+        return None if weights is None else [*weights, *tensors]
 
-    def _arrange(self, written: list[WrittenEntry], tensors: list[torch.Tensor]) -> None:
-        """Store the pieces and their source tensors, in the order of a full enumeration.
+    def _sections(self, written: list[WrittenEntry], tensors: list[torch.Tensor]) -> list[Section]:
+        """Return the sections, in the order of a full enumeration.
 
         Args:
             tensors: all owned tensors, then the states that are written.
         """
         positions = {id(tensor): n for n, tensor in enumerate(tensors, len(self._weights))}
         weight = itertools.count()
-        self._pieces: list[Piece] = []
-        self._sources: list[int] = []
-        self._resizable: list[bool] = []
-        self._starts: list[int] = []
-        self._ends: list[int | None] = []
+        sections = []
         for entry, geometry, kinds, weight_kind in written:
             # The tensors of the optimizer hold only the owned range of the parameter.
             sources: list[tuple[str, int, torch.Tensor, int]] = []
@@ -142,18 +141,8 @@ class Repeat:
                 for part in geometry.parts(kind, tensor.dtype, entry.start, entry.end):
                     start, end = part.start - first, part.end - first
                     is_whole = end - start == tensor.numel()
-                    self._starts.append(start)
-                    self._ends.append(None if is_whole else end)
-                    self._sources.append(source)
-                    self._pieces.append(part.piece)
-                    self._resizable.append(geometry.resizable)
-
-    def _arranged(self, tensors: list[torch.Tensor]) -> list[LocalPiece]:
-        """Return the pieces of `tensors`: all written weights, then the tensors of `_arrange`."""
-        sources = map(tensors.__getitem__, self._sources)
-        return list(
-            map(LocalPiece, self._pieces, sources, self._starts, self._ends, self._resizable)
-        )
+                    sections.append(Section(part.piece, source, start, None if is_whole else end))
+        return sections
 
 
 #: State of a tensor that the optimizer has never stepped.

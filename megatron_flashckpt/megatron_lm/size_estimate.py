@@ -52,7 +52,7 @@ def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> SizeEstimate
     geometry = state.geometry(chunks)
     owned = state.owned(geometry, chunks, optimizer, _tensors_after_step)
     side_nbytes = SIDE_NBYTES + side_state.extra_states_nbytes(chunks, geometry)
-    return SizeEstimate([local.piece for local in owned], side_nbytes)
+    return SizeEstimate(owned.pieces, side_nbytes)
 
 
 def _tensors_after_step(entry: OptimizerEntry) -> dict[str, torch.Tensor]:

@@ -19,18 +19,16 @@ from megatron_flashckpt.memory.pinned_slab import CHUNK_NBYTES
 _LARGE = 256 * 1024
 
 
-class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A piece and its place in the slab."""
+class Copy(msgspec.Struct, frozen=True, gc=False):
+    """The places of a piece among the tensors of a save, and in the save's slot."""
 
-    source: torch.Tensor
-    """Flat and contiguous, on any device."""
+    source: int
+    """Number of the tensor; it is flat, on any device."""
     offset: int
-    """Bytes from the start of the slab."""
-    early: bool
-    """True if other code than `optimizer.step()` may change the source."""
+    """Bytes from the start of the save's data."""
     start: int = 0
     end: int | None = None
-    """The half-open range of the piece's elements in `source`; None: up to its end."""
+    """The half-open range of the piece's elements in the tensor; None: up to its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +68,8 @@ class Run:
 
 def runs(
     copies: list[Copy],
+    tensors: list[torch.Tensor],
+    data_offset: int,
     slab: torch.Tensor,
     is_pinned: Callable[[int], bool],
     most_nbytes: int,
@@ -77,6 +77,7 @@ def runs(
     """Yield runs of adjacent pieces of one element type, of at most `most_nbytes` bytes.
 
     Args:
+        data_offset: bytes from the start of the slab to the save's data.
         slab: all bytes of the slab, flat uint8.
         is_pinned: returns whether all bytes of the slab below an offset are page-locked.
     """
@@ -86,7 +87,7 @@ def runs(
 
     begin = end = 0
     sources: list[torch.Tensor] = []
-    for source, offset in _pieces(copies, most_nbytes):
+    for source, offset in _pieces(_joined(copies, tensors, data_offset), most_nbytes):
         if sources and (
             offset != end
             or source.dtype != sources[0].dtype
@@ -102,12 +103,14 @@ def runs(
         yield run(begin, end, sources)
 
 
-def _pieces(copies: list[Copy], most_nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
+def _pieces(
+    joined: Iterator[tuple[torch.Tensor, int]], most_nbytes: int
+) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield sources and offsets, cut at borders of page-locked chunks and at `most_nbytes`.
 
     CUDA does not document copies across two registrations of page-locked memory.
     """
-    for source, offset in _joined(copies):
+    for source, offset in joined:
         while True:
             nbytes = min(source.nbytes, most_nbytes, CHUNK_NBYTES - offset % CHUNK_NBYTES)
             if nbytes == source.nbytes:
@@ -118,27 +121,31 @@ def _pieces(copies: list[Copy], most_nbytes: int) -> Iterator[tuple[torch.Tensor
             source, offset = source[numel:], offset + nbytes
 
 
-def _joined(copies: list[Copy]) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield sources and offsets. Pieces that follow each other in both memories are one source.
+def _joined(
+    copies: list[Copy], tensors: list[torch.Tensor], data_offset: int
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield sources, and offsets in the slab.
 
+    Pieces that follow each other in both memories are one source.
     Nearly every tensor with several pieces (both halves of SwiGLU's fc1) is copied whole, without
     views of its pieces.
     """
     rest = iter(copies)
     copy = next(rest, None)
     while copy is not None:
-        source, offset, start, end = copy.source, copy.offset, copy.start, copy.end
+        number, offset, start, end = copy.source, copy.offset, copy.start, copy.end
+        source = tensors[number]
         copy = next(rest, None)
         if end is None:
-            yield source, offset
+            yield source, data_offset + offset
             continue
         while (
             copy is not None
-            and copy.source is source
+            and copy.source == number
             and copy.start == end
             and copy.end is not None
             and copy.offset == offset + (end - start) * source.itemsize
         ):
             end = copy.end
             copy = next(rest, None)
-        yield source if end - start == source.numel() else source[start:end], offset
+        yield source if end - start == source.numel() else source[start:end], data_offset + offset

@@ -8,6 +8,8 @@ import enum
 import math
 import time
 
+import torch
+
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.collectives import reduce_int, this_rank, world_size
 from megatron_flashckpt.config import Config
@@ -17,22 +19,19 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     UnsupportedError,
 )
-from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm import optimizer_state
-from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.enumeration import Enumeration
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.save import equal_settings
 from megatron_flashckpt.save.copy_figures import CopyFigures
-from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.peer_setup import connect_agents
 from megatron_flashckpt.save.pending_saves import PendingSaves
-from megatron_flashckpt.save.planner import Planner
+from megatron_flashckpt.save.planner import Planner, SavePlan
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.run_opener import RunOpener
 from megatron_flashckpt.save.slot_acquisition import WAIT_SLICE_S, SlotAcquisition
@@ -57,11 +56,10 @@ class _SkipReason(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class _PlannedSave:
-    """The pieces that a save copies, and the slot that receives them."""
+    """The tensors that a save copies, their places, and the slot that receives them."""
 
-    pieces: list[LocalPiece]
-    """In layout order."""
-    layout: Layout
+    tensors: list[torch.Tensor]
+    copies: SavePlan
     slot: Slot
 
 
@@ -243,16 +241,16 @@ class Checkpointer:
         return request.blocking or self.config.staging == "blocking"
 
     def _place(
-        self, request: SaveRequest, pieces: list[LocalPiece], save_id: str
+        self, request: SaveRequest, enumeration: Enumeration, save_id: str
     ) -> _PlannedSave | _SkipReason:
         """Plan and acquire a slot; if the agent is gone, from its successor."""
         may_skip = self._may_skip(request)
         for client in (self.link.current, None):
             try:
-                layout = self.planner.layout(pieces)
+                plan = self.planner.plan(enumeration)
                 with phase("acquire slot"):
                     slot = self._slots.acquire(
-                        *(request, layout, save_id, self.runs.run.ancestors), may_skip=may_skip
+                        *(request, plan.layout, save_id, self.runs.run.ancestors), may_skip=may_skip
                     )
             except AgentRefusedError:
                 raise  # the agent still holds earlier saves, which another agent would not have
@@ -263,7 +261,7 @@ class Checkpointer:
             else:
                 if slot is None:
                     return _SkipReason.BUSY
-                return _PlannedSave(pieces, layout, slot)
+                return _PlannedSave(enumeration.tensors, plan, slot)
         raise AssertionError
 
     def _stage(self, request: SaveRequest, plan: _PlannedSave, record: Recorder) -> CopyFigures:
@@ -279,20 +277,13 @@ class Checkpointer:
             plan=self.planner.plans.take_origin(),
             memory_only=request.memory_only,
         )
-        data_offset = plan.slot.data_offset
         # Training waits for early copies, so this thread makes them: no other has to wake up.
-        with gc_paused():
-            copies = [
-                Copy(
-                    local.source,
-                    data_offset + item.byte_offset,
-                    blocking or local.early,
-                    local.start,
-                    local.end,
-                )
-                for local, item in zip(plan.pieces, plan.layout.template.items, strict=True)
-            ]
-        return self.link.stager.stage(copies, hand_over)
+        early, late = plan.copies.early, plan.copies.late
+        if blocking:
+            early, late = [*early, *late], []
+        return self.link.stager.stage(
+            *(plan.tensors, early, late, hand_over), data_offset=plan.slot.data_offset
+        )
 
     # ------------------------------------------------------------------ after a save
 

@@ -4,7 +4,7 @@ On a GPU the copies run on a side stream into page-locked memory; on a CPU the c
 them. `wait_copied` returns when the source tensors may change again; `wait` returns when the slot
 has been handed over, too. Before an optimizer's step, `before_change` makes the GPU wait where
 possible, and the training thread continues. Tensors that the next forward may change are copied
-before `stage` returns (`Copy.early`).
+before `stage` returns.
 
 Late copies are enqueued in parts, spaced by `CopyPace`. So training waits for about one part, not
 for gigabytes, when it synchronizes the GPU or copies a loss to the host. Megatron's timers
@@ -45,6 +45,9 @@ PART_NBYTES = 64 * 2**20
 @dataclasses.dataclass
 class _Job:
     copies: list[Copy]
+    """The late copies."""
+    tensors: list[torch.Tensor]
+    data_offset: int
     finish: Callable[[float, BaseException | None], None]
     recorder: Recorder
     """Recorder of the job's save."""
@@ -133,9 +136,20 @@ class Stager:
         self._release_slab(PinnedSlab.unpin)
 
     def stage(
-        self, copies: list[Copy], finish: Callable[[float, BaseException | None], None]
+        self,
+        tensors: list[torch.Tensor],
+        early: list[Copy],
+        late: list[Copy],
+        finish: Callable[[float, BaseException | None], None],
+        *,
+        data_offset: int,
     ) -> CopyFigures:
         """Start copying; return when all early copies are made or, on a GPU, enqueued.
+
+        Args:
+            tensors: the sources; the stager keeps this list until the last copy is made.
+            early: copies of tensors that other code than `optimizer.step()` may change.
+            data_offset: bytes from the start of the slab to the save's data.
 
         The copy thread calls `finish(seconds, error)` once, when all pieces are in the slot or a
         copy has failed. `stage` never raises: `finish` gets all errors, including those of CUDA.
@@ -143,12 +157,11 @@ class Stager:
         self.wait()
         if self._pinned is not None:
             self._pinned.hurry()
-        late = [copy for copy in copies if not copy.early]
         figures = CopyFigures()
-        job = _Job(late, finish, recorder() or Recorder(), figures)
+        job = _Job(late, tensors, data_offset, finish, recorder() or Recorder(), figures)
         try:
             with phase("early copies"):
-                self._copy_early([copy for copy in copies if copy.early], figures)
+                self._copy_early(early, job)
             hit("stage.half")
         except Exception as failure:
             job.error = failure
@@ -266,7 +279,7 @@ class Stager:
             # Some copies may be enqueued: sources and slot must not change until they end.
             with contextlib.suppress(RuntimeError):  # the save has failed already
                 self._stream.synchronize()
-        job.copies.clear()  # frees the sources before the next save
+        job.tensors = []  # frees the sources before the next save
         if not job.copied.is_set():
             self._end_copies(job)
         try:
@@ -292,12 +305,12 @@ class Stager:
 
     def _copy_late(self, job: _Job) -> None:
         if self._stream is None:
-            for run in self._runs(job.copies, sys.maxsize, job.figures):
+            for run in self._runs(job.copies, job, sys.maxsize):
                 run.copy_on_host()
             return
         assert self._pace is not None
         with torch.cuda.stream(self._stream):
-            for part in _parts(self._runs(job.copies, PART_NBYTES, job.figures)):
+            for part in _parts(self._runs(job.copies, job, PART_NBYTES)):
                 self._pace.await_turn(job.awaited)
                 with self._pace.part(sum(run.nbytes for run in part)):
                     for run in part:
@@ -307,26 +320,27 @@ class Stager:
         job.begun.set()
         job.all_copied.synchronize()
 
-    def _runs(self, copies: list[Copy], most_nbytes: int, figures: CopyFigures) -> Iterator[Run]:
+    def _runs(self, copies: list[Copy], job: _Job, most_nbytes: int) -> Iterator[Run]:
         """Yield the runs to copy, of tensors of this rank's device, and count their bytes."""
-        for run in runs(copies, self._bytes, self.is_pinned, most_nbytes):
+        places = copies, job.tensors, job.data_offset
+        for run in runs(*places, self._bytes, self.is_pinned, most_nbytes):
             self._check_devices(run.sources)
-            figures.nbytes += run.nbytes
+            job.figures.nbytes += run.nbytes
             yield run
 
-    def _copy_early(self, copies: list[Copy], figures: CopyFigures) -> None:
+    def _copy_early(self, copies: list[Copy], job: _Job) -> None:
         """Copy after all work that training has enqueued; its next work waits for the copies.
 
         On a GPU this also orders late copies. The copy thread would be too late, because the next
         forward may have begun on the current stream by then.
         """
         if self._stream is None:
-            for run in self._runs(copies, sys.maxsize, figures):
+            for run in self._runs(copies, job, sys.maxsize):
                 run.copy_on_host()
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for run in self._runs(copies, PART_NBYTES, figures):
+            for run in self._runs(copies, job, PART_NBYTES):
                 run.copy_from_device()
         torch.cuda.current_stream().wait_stream(self._stream)
 

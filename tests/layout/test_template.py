@@ -57,18 +57,6 @@ def test_the_order_is_a_stable_permutation_by_falling_alignment(unordered):
     assert ranked == sorted(ranked)
 
 
-@given(st.lists(st.lists(pieces(), max_size=4), max_size=4))
-def test_a_cached_order_is_that_of_the_given_pieces(calls):
-    plans = PlanCache()
-    for unordered in [*calls, *calls[::-1]]:
-        assert plans.order(list(unordered)) == order(unordered)
-    if calls:
-        changing = list(calls[0])
-        plans.order(changing)
-        changing.append(Piece("new", "weight", "F64", (8,), (0,), (8,), 0, 8))
-        assert plans.order(changing) == order(changing), "the list has grown since the first call"
-
-
 @given(piece_lists)
 def test_a_layout_gives_back_its_pieces_end_to_end_and_aligned(ordered):
     layout = layout_of(ordered)

@@ -15,6 +15,7 @@ from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
+from tests.support.enumerations import local_pieces
 
 
 def halves() -> Geometry:
@@ -175,7 +176,7 @@ def test_a_save_takes_the_current_tensors_after_any_change(change: Callable[[Job
     job, state = Job(), ModelState(Replicated())
     for act in (lambda _: None, change):
         act(job)
-        pieces = state.owned(state.geometry([job]), [job], job.optimizer)
+        pieces = local_pieces(state.owned(state.geometry([job]), [job], job.optimizer))
         held = job.held()
         pieces_by_key = {(local.piece.kind, local.piece.key): local for local in pieces}
         assert pieces_by_key.keys() == held.keys()
@@ -189,8 +190,9 @@ def test_replicas_write_every_element_once(monkeypatch: pytest.MonkeyPatch) -> N
     for replica in range(3):
         monkeypatch.setattr(parallel, "data_parallel", lambda number=replica: (3, number))
         job, state = Job(replica), ModelState(Replicated())
-        for local in state.owned(state.geometry([job]), [job], job.optimizer):
-            written[local.piece.kind, local.piece.key] += local.piece.numel
+        owned = state.owned(state.geometry([job]), [job], job.optimizer)
+        for piece in owned.pieces:
+            written[piece.kind, piece.key] += piece.numel
     assert written == {place: tensor.numel() for place, tensor in Job().held().items()}
 
 

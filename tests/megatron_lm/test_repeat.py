@@ -19,10 +19,12 @@ from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.layout.copies import CopyPlace
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.enumeration import Section
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
+from tests.support.enumerations import local_pieces
 
 #: Elements of each parameter that this rank owns: a range across both halves of a fused tensor, a
 #: whole parameter, and ranges of a parameter that another rank writes and of a copy of a fourth.
@@ -99,14 +101,14 @@ def geometry_of(job: Job, state: ModelState) -> ModelGeometry:
 
 
 def owned(job: Job, state: ModelState) -> list[LocalPiece]:
-    return state.owned(geometry_of(job, state), [job], job.optimizer)
+    return local_pieces(state.owned(geometry_of(job, state), [job], job.optimizer))
 
 
 def described(pieces: list[LocalPiece]) -> list[tuple[Any, ...]]:
     """Return all properties of pieces that a save uses."""
     return [
         (
-            *(local.piece, local.early, local.resizable),
+            *(local.piece, local.early),
             *(
                 local.tensor.tolist(),
                 local.tensor.data_ptr(),
@@ -223,7 +225,7 @@ def test_a_repeated_enumeration_equals_a_new_one(change: Callable[[Job], None]) 
     afresh = described(owned(job, ModelState(Replicated())))
     if change in (transposed, weights_lag):  # each enumeration makes new copies of the weights
         again, afresh = (
-            [(*entry[:4], *entry[5:]) for entry in entries] for entries in (again, afresh)
+            [(*entry[:3], *entry[4:]) for entry in entries] for entries in (again, afresh)
         )
     assert again == afresh
 
@@ -256,6 +258,22 @@ def test_a_repeated_enumeration_refuses_state_that_cannot_be_saved(
     job.states(0)["step"] = torch.tensor([1.0, 2.0])
     with pytest.raises(Exception, match="keeps 'step'"):
         owned(job, state)
+
+
+def test_repeated_sections_are_one_object_until_more_than_values_changes(
+    repeated_job: tuple[Job, ModelState],
+) -> None:
+    """The plan of a save is looked up by them."""
+    job, state = repeated_job
+
+    def sections() -> list[Section]:
+        return state.owned(geometry_of(job, state), [job], job.optimizer).blocks[0][1]
+
+    repeated = sections()
+    in_other_memory(job)
+    assert sections() is repeated
+    moment_of_another_type(job)
+    assert sections() is not repeated
 
 
 def test_an_enumeration_keeps_no_reference_to_tensors(

@@ -57,7 +57,7 @@ def test_the_estimate_equals_the_save_of_each_replica(
 
     def saved(state: ModelState) -> list[Piece]:
         owned = state.owned(state.geometry([job]), [job], job.optimizer)
-        return [local.piece for local in owned]
+        return owned.pieces
 
     before = of_each(saved)
     expected = of_each(lambda state: expect(state, [job], job.optimizer).pieces)

@@ -17,13 +17,13 @@ from megatron.core.timers import Timers
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.memory import cuda
-from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save import stager as stager_module
 from megatron_flashckpt.save.node_link import NodeLink
 from megatron_flashckpt.save.stager import Stager
 from tests.save.test_stager import PATIENCE_S, Finish, bytes_at, raw
 from tests.simulated_gpu import Node, simulated_gpus
+from tests.support.staging import TensorCopy, stage
 from tests.support.trainer import eventually
 
 RANK = 5
@@ -67,10 +67,10 @@ def stager(unlocked: Stager) -> Stager:
     return unlocked
 
 
-def copies(slab: Slab, tensors: list[torch.Tensor], early: int = 0) -> list[Copy]:
+def copies(slab: Slab, tensors: list[torch.Tensor], early: int = 0) -> list[TensorCopy]:
     offset, made = slab.slots[0].data_offset, []
     for number, tensor in enumerate(tensors):
-        made.append(Copy(tensor, offset, number < early))
+        made.append(TensorCopy(tensor, offset, number < early))
         offset += tensor.nbytes
     return made
 
@@ -85,7 +85,7 @@ def save(
 ) -> BaseException | None:
     """Save `tensors`; return the error. The stager knows the rate of a part afterwards."""
     finish = Finish()
-    stager.stage(copies(slab, tensors, early), finish)
+    stage(stager, copies(slab, tensors, early), finish)
     stager.wait()
     (error,) = finish.errors
     return error
@@ -100,7 +100,7 @@ def test_the_step_waits_on_the_device_while_the_thread_continues(
     weight = torch.arange(1000.0, device="cuda")
     finish = Finish()
     with node.devices[RANK].held():
-        stager.stage(copies(slab, [weight]), finish)
+        stage(stager, copies(slab, [weight]), finish)
         stager.before_change()
         weight.mul_(2.0)
         assert finish.calls == [], "finish is called only when all is copied"
@@ -117,7 +117,7 @@ def test_copies_run_after_the_work_that_training_enqueued_earlier(
     with node.devices[RANK].held():
         early.add_(1.0)
         late.add_(2.0)
-        stager.stage(copies(slab, [early, late], early=1), Finish())
+        stage(stager, copies(slab, [early, late], early=1), Finish())
     stager.wait()
     assert torch.equal(staged(slab, 200), torch.tensor([1.0] * 100 + [2.0] * 100))
 
@@ -128,7 +128,7 @@ def test_tensors_that_the_next_forward_changes_are_copied_first(
     buffer, weight = (torch.ones(10, device="cuda") for _ in range(2))
     node.d2h_bytes_per_s = buffer.nbytes / COPY_S
     with node.devices[RANK].held():
-        stager.stage(copies(slab, [buffer, weight], early=1), Finish())
+        stage(stager, copies(slab, [buffer, weight], early=1), Finish())
         buffer.mul_(3.0)
     stager.wait()
     assert torch.equal(staged(slab, 20), torch.ones(20))
@@ -139,7 +139,7 @@ def test_the_host_waits_where_sources_are_in_host_memory(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     on_gpu, on_host = torch.ones(10, device="cuda"), torch.ones(10)
-    stager.stage(copies(slab, [on_gpu, on_host]), Finish())
+    stage(stager, copies(slab, [on_gpu, on_host]), Finish())
     stager.before_change()
     on_host.zero_()
     stager.wait()
@@ -150,7 +150,7 @@ def test_a_captured_step_waits_outside_its_graph(node: Node, slab: Slab, stager:
     weight = torch.ones(10, device="cuda")
     finish = Finish()
     side = torch.cuda.Stream()
-    stager.stage(copies(slab, [weight]), finish)
+    stage(stager, copies(slab, [weight]), finish)
     with torch.cuda.stream(side), node.capture("global") as graph:
         stager.before_change()
         assert torch.equal(staged(slab, 10), torch.ones(10))
@@ -168,7 +168,7 @@ def test_memory_that_training_frees_during_a_copy_is_not_overwritten(
     weight = torch.ones(PART_NUMEL, device="cuda")
     node.d2h_bytes_per_s = PART / COPY_S
     with node.devices[RANK].held():
-        stager.stage(copies(slab, [weight]), Finish())
+        stage(stager, copies(slab, [weight]), Finish())
         eventually("the copy is enqueued", stager._current.begun.is_set)
         del weight.block
         other = torch.empty(PART_NUMEL, device="cuda")
@@ -241,7 +241,7 @@ def test_with_one_connection_parts_do_not_wait_for_each_other_behind_kernels(
     node.has_one_connection = True
     kernel = threading.Event()
     torch.cuda.current_stream().enqueue(lambda: kernel.wait(PATIENCE_S))
-    stager.stage(copies(slab, tensors), Finish())
+    stage(stager, copies(slab, tensors), Finish())
     eventually("all parts are enqueued", stager._current.begun.is_set)
     assert node.devices[RANK].to_host.queued_nbytes == 10 * PART
     kernel.set()
@@ -257,7 +257,7 @@ def test_all_remaining_parts_are_enqueued_when_the_step_waits(
     node.d2h_bytes_per_s = PART / 0.05
     save(slab, stager, tensors)
     engine.most_queued_nbytes = 0
-    stager.stage(copies(slab, tensors), Finish())
+    stage(stager, copies(slab, tensors), Finish())
     with node.devices[RANK].held():
         left = engine.queued_nbytes
         waiting = threading.Thread(target=stager.before_change)
@@ -294,7 +294,7 @@ def test_timers_and_small_copies_of_training_do_not_wait_for_a_save(
 
     finish = Finish()
     started = time.perf_counter()
-    assert waited_for(lambda: stager.stage(copies(slab, tensors), finish)) == 0
+    assert waited_for(lambda: stage(stager, copies(slab, tensors), finish)) == 0
     in_timers = waited_for(timers("save-checkpoint").stop)
     in_timers += waited_for(timers("interval-time").start)
     assert in_timers < parts * PART / 10
@@ -318,7 +318,7 @@ def test_the_figures_of_a_save_tell_what_the_step_waited_for(
     tensors = in_parts(10)
     node.d2h_bytes_per_s = PART / 0.03
     save(slab, stager, tensors)
-    figures = stager.stage(copies(slab, tensors), Finish())
+    figures = stage(stager, copies(slab, tensors), Finish())
     assert not figures.are_known()
     stager.before_change()
     stager.before_change()  # as the torch optimizer inside of Megatron's, which also waits
@@ -335,7 +335,7 @@ def test_the_figures_of_a_save_tell_what_the_step_waited_for(
 
 def test_a_gpu_that_fails_leaves_no_figures(node: Node, slab: Slab, stager: Stager) -> None:
     """Training gets the error by its own calls; the exit after it must not get another one."""
-    figures = stager.stage(copies(slab, in_parts(3)), Finish())
+    figures = stage(stager, copies(slab, in_parts(3)), Finish())
     stager.before_change()
     stager.wait()
     node.devices[RANK].fail("an illegal memory access was encountered")
@@ -358,7 +358,7 @@ def test_no_copy_crosses_the_border_of_two_locked_chunks(
     tensors = [torch.rand(numel).to(dtype) for dtype in (torch.float32, torch.bfloat16)
                for numel in (700_001, 3, 130_000, 600_000)]  # fmt: skip
     finish = Finish()
-    unlocked.stage(copies(slab, [tensor.cuda() for tensor in tensors], early=3), finish)
+    stage(unlocked, copies(slab, [tensor.cuda() for tensor in tensors], early=3), finish)
     unlocked.wait()
     assert finish.errors == [None]
     whole = b"".join(map(raw, tensors))
@@ -401,7 +401,7 @@ def test_a_slab_stays_mapped_and_locked_during_copies_into_it(
     finish = Finish()
     dropping = threading.Thread(target=stager.drop_slab)
     with node.devices[RANK].held():
-        stager.stage(copies(slab, in_parts(1)), finish)
+        stage(stager, copies(slab, in_parts(1)), finish)
         dropping.start()
         dropping.join(0.1)
         assert dropping.is_alive()
@@ -425,7 +425,7 @@ def test_training_captures_whole_graphs_during_a_save(node: Node, slab: Slab) ->
             finish = Finish()
             stager.use(slab, device=RANK)
             stager.pin(None)
-            stager.stage(copies(slab, tensors), finish)
+            stage(stager, copies(slab, tensors), finish)
             stager.wait()
             errors.extend(finish.errors)
 
@@ -463,14 +463,14 @@ def test_a_save_reports_a_failed_cuda_call_and_training_continues(
     tensors = in_parts(4)
     node.refusals[name] = refuse
     finish = Finish()
-    stager.stage(copies(slab, tensors, early), finish)
+    stage(stager, copies(slab, tensors, early), finish)
     stager.before_change()
     assert stager.wait(PATIENCE_S)
     (error,) = finish.errors
     assert "illegal memory access" in str(error) or (name, error) == (CAPTURE_MODE, None)
     node.refusals.clear()
     again = Finish()
-    stager.stage(copies(slab, tensors, early), again)
+    stage(stager, copies(slab, tensors, early), again)
     stager.before_change()
     assert stager.wait(PATIENCE_S)
     assert again.errors == [None]
@@ -493,7 +493,7 @@ def test_a_failed_save_ends_after_its_last_running_copy(
     node.refusals["copy to host"] = refuse_the_second
     finish = Finish()
     with node.devices[RANK].held():
-        stager.stage(copies(slab, in_parts(2)), finish)
+        stage(stager, copies(slab, in_parts(2)), finish)
         eventually("the second copy is refused", lambda: calls > 1)
         assert not stager.wait(0.1)
         assert finish.calls == []
@@ -505,7 +505,7 @@ def test_a_failed_save_ends_after_its_last_running_copy(
 def test_the_list_of_calls_of_a_save_is_complete(node: Node, slab: Slab, stager: Stager) -> None:
     tensors = in_parts(4)
     before = len(node.calls)
-    stager.stage(copies(slab, tensors, early=2), Finish())
+    stage(stager, copies(slab, tensors, early=2), Finish())
     stager.before_change()
     stager.wait()
     assert {call.name for call in node.calls[before:]} == set(CALLS_OF_A_SAVE)
@@ -515,7 +515,7 @@ def test_the_host_waits_if_the_device_refuses_to_wait(
     node: Node, slab: Slab, stager: Stager, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.ones(10, device="cuda")
-    stager.stage(copies(slab, [weight]), Finish())
+    stage(stager, copies(slab, [weight]), Finish())
     eventually("the copies", lambda: stager._current.copied.is_set())
     node.refusals["Stream.wait_event"] = refuse
     stager._current.copied.clear()  # as if the copies were still running
@@ -546,7 +546,7 @@ def test_an_exit_after_a_crash_does_not_wait_for_a_gpu(
     stager.wait_pinned()
     if how == "hangs":
         node.devices[RANK].running.clear()
-    stager.stage(copies(slab, in_parts(5)), finish)
+    stage(stager, copies(slab, in_parts(5)), finish)
     if how != "hangs":
         node.devices[RANK].fail("an illegal memory access was encountered")
     started = time.monotonic()
@@ -563,7 +563,7 @@ def test_no_copy_is_lost_when_a_crash_leaves_the_gpu_alive(
 ) -> None:
     link, finish = NodeLink(str(tmp_path), RANK, Config()), Finish()
     link.stager.use(slab, device=RANK)
-    link.stager.stage(copies(slab, in_parts(5)), finish)
+    stage(link.stager, copies(slab, in_parts(5)), finish)
     link.abandon()
     assert finish.errors == [None]
     assert torch.equal(staged(slab, 5 * PART_NUMEL)[::PART_NUMEL], torch.arange(5.0))

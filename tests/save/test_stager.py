@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, SlotHeader, SlotState
 from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.stager import Stager
 from tests.support.processes import times_mapped
+from tests.support.staging import TensorCopy, stage
 
 PATIENCE_S = 20.0
 
@@ -81,7 +81,7 @@ def test_when_stage_returns_only_early_copies_are_made(slab: Slab, held: HeldSta
     offset = slab.slots[0].data_offset
     early, late = torch.arange(100.0), torch.arange(100.0) + 1000
     finish = Finish()
-    held.stage([Copy(late, offset + 400, False), Copy(early, offset, True)], finish)
+    stage(held, [TensorCopy(late, offset + 400, False), TensorCopy(early, offset, True)], finish)
     assert bytes_at(slab, offset, 400) == raw(early)
     assert bytes_at(slab, offset + 400, 400) == bytes(400)
     early.zero_()  # as the next forward may do
@@ -104,7 +104,7 @@ def test_training_waits_for_the_copies_and_the_next_save_for_the_hand_over(
         finishing.set()
         assert answered.wait(PATIENCE_S)
 
-    held.stage([Copy(torch.arange(50.0), offset, False)], finish)
+    stage(held, [TensorCopy(torch.arange(50.0), offset, False)], finish)
     training, saving = (threading.Thread(target=wait) for wait in (held.wait_copied, held.wait))
     training.start()
     saving.start()
@@ -124,7 +124,7 @@ def test_training_waits_for_the_copies_and_the_next_save_for_the_hand_over(
 
 def test_training_does_not_wait_if_all_copies_were_early(slab: Slab, held: HeldStager) -> None:
     finish = Finish()
-    held.stage([Copy(torch.ones(4), slab.slots[0].data_offset, True)], finish)
+    stage(held, [TensorCopy(torch.ones(4), slab.slots[0].data_offset, True)], finish)
     held.wait_copied()
     assert finish.calls == []
     held.gate.set()
@@ -160,9 +160,9 @@ def test_pieces_adjacent_or_not_land_bit_for_bit_at_their_offsets(
         position += gap
         most = 2 if dtype == torch.bool else 256  # the random bytes include NaNs
         bits = torch.randint(0, most, (numel * dtype.itemsize,), dtype=torch.uint8)
-        copies.append(Copy(bits.view(dtype), position, early))
+        copies.append(TensorCopy(bits.view(dtype), position, early))
         position += bits.nbytes
-    stager.stage(copies, Finish())
+    stage(stager, copies, Finish())
     stager.wait()
     for copy in copies:
         assert bytes_at(slab, copy.offset, copy.source.nbytes) == raw(copy.source)
@@ -190,16 +190,17 @@ def test_sections_of_one_tensor_land_at_their_offsets(
     position = slab.slots[0].data_offset
     first, last, source = torch.randn(3), torch.randn(120), torch.randn(100)
     expected = {position: first}
-    copies = [Copy(first, position, early)]
+    copies = [TensorCopy(first, position, early)]
     position += first.nbytes
     for start, end, gap in ranges:
         position += gap
-        copies.append(Copy(source, position, early, start, end))
+        copies.append(TensorCopy(source, position, early, start, end))
         expected[position] = source[start:end]
         position += 4 * (end - start)
-    copies.append(Copy(last, position, early, ranges[-1][1], 120))  # begins where `source` ended
+    # The range begins where the last one of `source` ended.
+    copies.append(TensorCopy(last, position, early, ranges[-1][1], 120))
     expected[position] = last[ranges[-1][1] :]
-    figures = stager.stage(copies, Finish())
+    figures = stage(stager, copies, Finish())
     stager.wait()
     assert figures.nbytes == sum(tensor.nbytes for tensor in expected.values())
     for offset, tensor in expected.items():
@@ -214,7 +215,7 @@ def test_the_stager_keeps_no_copied_tensor_alive(
     """Training may have moved the tensor; the stager must not keep its old device memory in use."""
     source = torch.ones(64)
     memory = weakref.ref(source.untyped_storage())
-    stager.stage([Copy(source, slab.slots[0].data_offset, early)], Finish())
+    stage(stager, [TensorCopy(source, slab.slots[0].data_offset, early)], Finish())
     stager.wait()
     assert memory() is not None
     del source
@@ -224,10 +225,14 @@ def test_the_stager_keeps_no_copied_tensor_alive(
 def test_a_second_stage_waits_for_the_first(slab: Slab, held: HeldStager) -> None:
     offset = slab.slots[0].data_offset
     order: list[str] = []
-    held.stage([Copy(torch.ones(4), offset, False)], lambda *_: order.append("first"))
+    stage(held, [TensorCopy(torch.ones(4), offset, False)], lambda *_: order.append("first"))
 
     def second() -> None:
-        held.stage([Copy(torch.full((4,), 2.0), offset, True)], lambda *_: order.append("second"))
+        stage(
+            held,
+            [TensorCopy(torch.full((4,), 2.0), offset, True)],
+            lambda *_: order.append("second"),
+        )
         order.append("staged second")
 
     thread = threading.Thread(target=second)
@@ -248,15 +253,15 @@ def test_an_error_in_a_copy_ends_the_save_and_the_next_one_works(
     slab: Slab, stager: HeldStager, early: bool
 ) -> None:
     offset, source = slab.slots[0].data_offset, torch.arange(5.0)
-    beyond = Copy(torch.ones(1000), slab.geometry.nbytes - 40, early)
+    beyond = TensorCopy(torch.ones(1000), slab.geometry.nbytes - 40, early)
     failed = Finish()
-    stager.stage([beyond, Copy(source, offset, False)], failed)
+    stage(stager, [beyond, TensorCopy(source, offset, False)], failed)
     stager.wait()
     (error,) = failed.errors
     assert isinstance(error, RuntimeError)
     assert bytes_at(slab, offset, 20) == bytes(20), "no copy is made after one that failed"
     succeeded = Finish()
-    stager.stage([Copy(source, offset, early)], succeeded)
+    stage(stager, [TensorCopy(source, offset, early)], succeeded)
     stager.wait()
     assert succeeded.errors == [None]
     assert bytes_at(slab, offset, 20) == raw(source)
@@ -273,7 +278,7 @@ def test_a_failed_early_copy_is_known_before_the_copy_thread_runs(slab: Slab) ->
 
     made = LateStager()
     made.use(slab, device=None)
-    figures = made.stage([Copy(torch.zeros(8), 1 << 30, True)], Finish())
+    figures = stage(made, [TensorCopy(torch.zeros(8), 1 << 30, True)], Finish())
     assert figures.are_known()
     assert figures.failed
     runs.set()
@@ -288,7 +293,7 @@ def test_a_finish_that_raises_does_not_end_the_copy_thread(
 
     finish = Finish()
     for hand_over in (broken, finish):
-        stager.stage([], hand_over)
+        stage(stager, [], hand_over)
         stager.wait()
     assert "the hand-over broke" in caplog.text
     assert finish.errors == [None]
@@ -316,7 +321,7 @@ def test_another_slab_and_the_end_wait_for_running_copies() -> None:
     for slab in slabs:
         stager.use(slab, device=None)
         stager.gate.clear()
-        stager.stage([Copy(torch.ones(4), offset, False)], Finish())
+        stage(stager, [TensorCopy(torch.ones(4), offset, False)], Finish())
         assert bytes_at(slab, offset, 16) == bytes(16)
         threading.Timer(0.1, stager.gate.set).start()
     thread = stager._thread
@@ -333,7 +338,7 @@ def test_a_closed_slab_stays_mapped_until_the_stager_releases_it() -> None:
     stager, finish = Stager(), Finish()
     stager.use(slab, device=None)
     slab.close()
-    stager.stage([Copy(torch.ones(4), slab.slots[0].data_offset, False)], finish)
+    stage(stager, [TensorCopy(torch.ones(4), slab.slots[0].data_offset, False)], finish)
     stager.wait()
     assert finish.errors == [None]
     assert times_mapped("held") == 1

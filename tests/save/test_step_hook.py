@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.save.test_stager import PATIENCE_S, HeldStager, bytes_at, raw
+from tests.support.staging import TensorCopy, stage
 
 
 def parameter() -> torch.nn.Parameter:
@@ -121,7 +121,7 @@ def test_the_slot_holds_the_weights_from_before_the_step() -> None:
     StepHook(stager.before_change).install(None, [optimizer])
     before = weight.detach().clone()
     offset = slab.slots[0].data_offset
-    stager.stage([Copy(weight.detach(), offset, False)], lambda *_: None)
+    stage(stager, [TensorCopy(weight.detach(), offset, False)], lambda *_: None)
     stepping = threading.Thread(target=optimizer.step)
     stepping.start()
     stepping.join(0.2)

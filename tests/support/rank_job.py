@@ -18,6 +18,7 @@ from megatron_flashckpt.file_format.file_names import first_sequence, save_name
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.enumeration import Enumeration
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.save_reports import SaveReports
@@ -51,13 +52,17 @@ class Job:
         """The tensors, in host memory."""
         return self.tensors
 
-    def _owned(self, *_: Any) -> list[LocalPiece]:
-        return [
-            LocalPiece(
-                Piece(f"w{n}", MASTER, "F32", (NUMEL,), (0,), (NUMEL,), 0, NUMEL), self.tensors[n]
-            )
-            for n in range(len(self.tensors))
-        ]
+    def _owned(self, *_: Any) -> Enumeration:
+        owned = Enumeration()
+        owned.add(
+            [
+                LocalPiece(
+                    Piece(f"w{n}", MASTER, "F32", (NUMEL,), (0,), (NUMEL,), 0, NUMEL), tensor
+                )
+                for n, tensor in enumerate(self.tensors)
+            ]
+        )
+        return owned
 
     def _rank_state(self, *_: Any, **__: Any) -> dict[str, Any]:
         return self.side_state()

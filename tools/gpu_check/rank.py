@@ -21,6 +21,7 @@ from megatron_flashckpt.load.slot_chunks import OfferedSlot
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.enumeration import Enumeration
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotState
@@ -98,11 +99,15 @@ class Rank:
             for number, tensor in enumerate(self.tensors)
         ]
 
-    def _owned(self, *_: Any) -> list[LocalPiece]:
-        return [
-            LocalPiece(piece, tensor.reshape(-1))
-            for piece, tensor in zip(self.pieces, self.tensors, strict=True)
-        ]
+    def _owned(self, *_: Any) -> Enumeration:
+        owned = Enumeration()
+        owned.add(
+            [
+                LocalPiece(piece, tensor.reshape(-1))
+                for piece, tensor in zip(self.pieces, self.tensors, strict=True)
+            ]
+        )
+        return owned
 
     @property
     def nbytes(self) -> int:

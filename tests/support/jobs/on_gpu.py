@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import cpu_cuda
-import msgspec
 import torch
 
 from megatron_flashckpt.memory import cuda
@@ -44,13 +43,23 @@ def install(trace: Callable[..., None], iteration: Callable[[], int]) -> None:
     stager.PART_NBYTES = PART_NBYTES
     stage, before_change, wait = Stager.stage, Stager.before_change, Stager.wait
 
-    def staged_on_device(self: Stager, copies: list[Copy], finish: Any) -> Any:
+    def staged_on_device(
+        self: Stager,
+        tensors: list[torch.Tensor],
+        early: list[Copy],
+        late: list[Copy],
+        *args: Any,
+        **more: Any,
+    ) -> Any:
         self.wait()
         node.d2h_bytes_per_s = SLOW
         index = torch.cuda.current_device()
-        return stage(
-            self, [copy if copy.early else _on_device(copy, index) for copy in copies], finish
-        )
+        copied_late = {copy.source for copy in late}
+        placed = [
+            on_device(tensor, index) if number in copied_late else tensor
+            for number, tensor in enumerate(tensors)
+        ]
+        return stage(self, placed, early, late, *args, **more)
 
     def wait_at_full_speed(self: Stager, *args: Any) -> bool:
         if self._current is not None:
@@ -69,10 +78,6 @@ def install(trace: Callable[..., None], iteration: Callable[[], int]) -> None:
         traced_change,
         wait_at_full_speed,
     )
-
-
-def _on_device(copy: Copy, index: int) -> Copy:
-    return msgspec.structs.replace(copy, source=on_device(copy.source, index))
 
 
 def report(trace: Callable[..., None], stager: Stager) -> None:

@@ -7,6 +7,7 @@ import itertools
 import random
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -22,6 +23,8 @@ _CHUNK_NBYTES = 256 << 20
 _SIMULATED_RATE = 40e6
 #: Smallest share of its speed that a matrix product keeps during copies; an H100 keeps 0.95.
 _KEPT = 0.8
+
+Copies = tuple[list[torch.Tensor], list[Copy]]
 
 
 def run(report: Report) -> None:
@@ -68,18 +71,21 @@ class Bench:
         gib = self.nbytes / 2**30
         report.figure(f"page-locking of {gib:.2g} GiB", time.perf_counter() - started, "s")
 
-    def copies(self, count: int) -> list[Copy]:
-        """Return the buffer as `count` tensors of unequal sizes, for the slab's only slot."""
+    def copies(self, count: int) -> Copies:
+        """Return the buffer as `count` tensors of unequal sizes, and their copies."""
         numel = self.source.numel()
         inner = random.Random(count).sample(range(1, numel), count - 1)
         borders = [0, *sorted(inner), numel]
-        offset = self._slab.slots[0].data_offset
-        return [
-            Copy(self.source[begin:end], offset + 4 * begin, early=False)
-            for begin, end in itertools.pairwise(borders)
-        ]
+        tensors = [self.source[begin:end] for begin, end in itertools.pairwise(borders)]
+        return tensors, [Copy(number, 4 * begin) for number, begin in enumerate(borders[:-1])]
 
-    def stage(self, copies: list[Copy], *, waits: bool) -> Times:
+    def start(self, copies: Copies, finish: Callable[[float, BaseException | None], None]) -> None:
+        """Stage into the slab's only slot."""
+        tensors, late = copies
+        data_offset = self._slab.slots[0].data_offset
+        self._stager.stage(tensors, [], late, finish, data_offset=data_offset)
+
+    def stage(self, copies: Copies, *, waits: bool) -> Times:
         """Stage once, with small kernels meanwhile.
 
         Args:
@@ -89,7 +95,7 @@ class Bench:
         kernels: list[float] = []
         torch.cuda.synchronize()
         started = time.perf_counter()
-        self._stager.stage(copies, lambda _, error: errors.append(error))
+        self.start(copies, lambda _, error: errors.append(error))
         returned = time.perf_counter() - started
         if waits:
             self._stager.before_change()
@@ -162,7 +168,7 @@ class Bench:
         multiply()
         for _ in range(5):
             rates[False].append(multiply())
-            self._stager.stage(copies, lambda *_: None)
+            self.start(copies, lambda *_: None)
             rates[True].append(multiply())
             self._stager.wait()
         alone, during_copies = (statistics.median(rates[copying]) for copying in (False, True))

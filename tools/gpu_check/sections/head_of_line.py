@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.stager import Stager
+from tests.support.staging import TensorCopy, stage
 from tools.gpu_check import machine
 from tools.gpu_check.process import Child, wait
 from tools.gpu_check.report import Report
@@ -128,11 +128,11 @@ class Bench:
         """Return the seconds of every call during the copies of a save, and those of the copies."""
         waits: Waits = {name: [] for name in self.calls}
         copied: list[float] = []
-        copy = Copy(self._source, self._slab.slots[0].data_offset, early=False)
+        copy = TensorCopy(self._source, self._slab.slots[0].data_offset, early=False)
         names = itertools.cycle(self.calls)
         for _ in range(_SAVES):
             started = time.perf_counter()
-            self._stager.stage([copy], lambda *_: copied.append(time.perf_counter()))
+            stage(self._stager, [copy], lambda *_: copied.append(time.perf_counter()))
             time.sleep(machine.pick(0.005, 0.02))  # the first copies are under way then
             while machine.is_copying(self._stager):
                 self._time(next(names), waits)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.cpu_megatron.stubs.apex.apex.optimizers import FusedAdam
+from tests.support.staging import TensorCopy, stage
 from tools.gpu_check import machine
 from tools.gpu_check.report import Report
 
@@ -48,14 +48,14 @@ class EagerTraining:
         kinds = ("exp_avg", "exp_avg_sq")
         return [*self.parameters, *(state[kind] for kind in kinds for state in states)]
 
-    def copies(self, offset: int) -> list[Copy]:
+    def copies(self, offset: int) -> list[TensorCopy]:
         """Return the copies of a save, to the slab from `offset` on."""
         # The second-last source is a temporary tensor of the save, which is kept until it is
         # copied.
         sources = [*self.tensors, self.buffer.t().reshape(-1), self.buffer.reshape(-1)]
         copies = []
         for number, source in enumerate(sources, start=1):
-            copies.append(Copy(source, offset, early=number == len(sources)))
+            copies.append(TensorCopy(source, offset, early=number == len(sources)))
             offset += source.nbytes
         return copies
 
@@ -135,7 +135,8 @@ class RandomSaves:
         self.number += 1
         expected = training.values()
         errors: list[BaseException | None] = []
-        self.stager.stage(training.copies(slot.data_offset), lambda _, error: errors.append(error))
+        copies = training.copies(slot.data_offset)
+        stage(self.stager, copies, lambda _, error: errors.append(error))
         if meanwhile is not None:
             meanwhile()
         for _ in range(self._random.randint(1, 3)):
