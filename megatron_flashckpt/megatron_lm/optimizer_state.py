@@ -257,36 +257,36 @@ def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
     stale = weights_lag(sub)
     aware = _is_precision_aware(sub)
     offloaded = steppers(sub.optimizer) if is_offloading(sub.optimizer) else {}
-    for model, shard, is_master in shards(sub):
-        extent = range_of(model)["param"]
-        place = (model, extent.start, extent.end)
-        if offloaded:
-            stepped = sub.optimizer.param_to_inner_param[shard]
-            copied = stepped is not shard
-            yield OptimizerEntry(*place, stepped, copied, offloaded[id(stepped)], True, main)
-        else:
-            yield OptimizerEntry(
-                *(*place, shard, is_master, sub.optimizer, True, main),
-                stale_weight=is_master and stale,
-                keeps_master=aware,
-            )
+    for models, owned, are_masters in shard_groups(sub):
+        for model, shard in zip(models, owned, strict=True):
+            extent = range_of(model)["param"]
+            place = (model, extent.start, extent.end)
+            if offloaded:
+                stepped = sub.optimizer.param_to_inner_param[shard]
+                copied = stepped is not shard
+                yield OptimizerEntry(*place, stepped, copied, offloaded[id(stepped)], True, main)
+            else:
+                yield OptimizerEntry(
+                    *(*place, shard, are_masters, sub.optimizer, True, main),
+                    stale_weight=are_masters and stale,
+                    keeps_master=aware,
+                )
 
 
-def shards(sub: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
-    """Yield `(parameter, shard, is master)` for the parameters that this rank owns a part of.
+def shard_groups(
+    sub: Any,
+) -> Iterator[tuple[list[torch.nn.Parameter], list[torch.Tensor], bool]]:
+    """Yield `(parameters, shards, are masters)` for the parameters that this rank owns parts of.
 
-    The shard is the tensor of this part in the tables of the DistributedOptimizer. It is a master
-    if it has a storage of its own.
+    The shards are the tensors of these parts in the tables of the DistributedOptimizer. They are
+    masters if they have storages of their own.
     """
     aware = _is_precision_aware(sub)
     halves = sub.shard_float16_groups if aware else sub.shard_fp32_from_float16_groups
-    for is_master, model_groups, shard_groups in (
-        (not aware, sub.model_float16_groups, halves),
-        (False, sub.model_fp32_groups, sub.shard_fp32_groups),
-    ):
-        for models, parts_of_models in zip(model_groups, shard_groups, strict=True):
-            for model, shard in zip(models, parts_of_models, strict=True):
-                yield model, shard, is_master
+    for models, shards in zip(sub.model_float16_groups, halves, strict=True):
+        yield models, shards, not aware
+    for models, shards in zip(sub.model_fp32_groups, sub.shard_fp32_groups, strict=True):
+        yield models, shards, False
 
 
 def weights_lag(sub: Any) -> bool:

@@ -184,6 +184,26 @@ def moment_let_go(job: Job) -> None:
     job.states(1)["exp_avg"] = None  # type: ignore[assignment]
 
 
+def state_of_the_norm_gone(job: Job) -> None:
+    """Free the state of a parameter that another rank writes."""
+    del job.optimizer.optimizer.state[job.masters[2]]
+
+
+def states_in_another_order(job: Job) -> None:
+    state = job.optimizer.optimizer.state
+    state[job.masters[0]] = state.pop(job.masters[0])
+
+
+def last_state_under_another_key(job: Job) -> None:
+    """Keep all values and their order, but take the last state from its parameter."""
+    state = job.optimizer.optimizer.state
+    state[torch.randn(3)] = state.pop(job.masters[3])
+
+
+def state_of_no_shard_come(job: Job) -> None:
+    job.optimizer.optimizer.state[torch.randn(2)] = {"exp_avg": torch.randn(2)}
+
+
 def master_replaced(job: Job) -> None:
     state = job.optimizer.optimizer.state
     master = torch.randn(17)
@@ -208,8 +228,11 @@ def weights_lag(job: Job) -> None:
 
 
 OF_VALUES: list[Callable[[Job], None]] = [nothing, in_place, in_other_memory, norm_stepped]
-CHANGES = [*OF_VALUES, transposed, moments_swapped, moment_replaced, moment_of_another_type]
+OF_VALUES += [transposed]
+CHANGES = [*OF_VALUES, moments_swapped, moment_replaced, moment_of_another_type]
 CHANGES += [moment_of_two_axes, moment_with_gradients, moment_gone, moment_let_go, moment_come]
+CHANGES += [state_of_the_norm_gone, states_in_another_order, state_of_no_shard_come]
+CHANGES += [last_state_under_another_key]
 CHANGES += [master_replaced, tables_made_anew, parameter_replaced, weights_lag]
 
 
@@ -258,6 +281,16 @@ def test_a_repeated_enumeration_refuses_state_that_cannot_be_saved(
     job.states(0)["step"] = torch.tensor([1.0, 2.0])
     with pytest.raises(Exception, match="keeps 'step'"):
         owned(job, state)
+
+
+def test_states_of_other_tensors_end_neither_the_save_nor_what_it_holds(
+    repeated_job: tuple[Job, ModelState],
+) -> None:
+    """Torch keeps what a loaded state dict holds under keys that are no parameters."""
+    job, state = repeated_job
+    job.optimizer.optimizer.state["seed"] = 7
+    pieces = described(owned(job, ModelState(Replicated())))
+    assert [described(owned(job, state)) for _ in range(2)] == [pieces] * 2
 
 
 def test_repeated_sections_are_one_object_until_more_than_values_changes(
