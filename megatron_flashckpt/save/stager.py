@@ -236,7 +236,8 @@ class Stager:
         if (job := self._current) is None:
             return True
         if not event(job).is_set():
-            with job.recorder.phase(WAIT):
+            # The next save's call contains a wait inside it, so only waits outside are this save's.
+            with (recorder() or job.recorder).phase(WAIT):
                 event(job).wait(timeout_s)
         if job.handed_over.is_set() and self._current is job:
             self._current = None

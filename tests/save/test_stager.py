@@ -15,6 +15,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, SlotHeader, SlotState
 from megatron_flashckpt.save.hand_over import HandOver
 from megatron_flashckpt.save.stager import Stager
+from megatron_flashckpt.tracing import SAVE, Recorder
 from tests.support.processes import times_mapped
 from tests.support.staging import TensorCopy, stage
 
@@ -120,6 +121,19 @@ def test_training_waits_for_the_copies_and_the_next_save_for_the_hand_over(
     saving.join(PATIENCE_S)
     assert not saving.is_alive()
     assert threads == ["flashckpt-stage"], "the training thread does not wait for it"
+
+
+def test_a_wait_of_the_next_save_counts_in_its_own_call_only(slab: Slab, held: HeldStager) -> None:
+    """Two lines that count one wait name twice what the job loses."""
+    first, second = Recorder(), Recorder()
+    copies = [TensorCopy(torch.ones(4), slab.slots[0].data_offset, False)]
+    with first.recording(), first.phase(SAVE):
+        stage(held, copies, Finish())
+    threading.Timer(0.2, held.gate.set).start()
+    with second.recording(), second.phase(SAVE):
+        stage(held, copies, Finish())
+    assert second.call_s >= 0.1
+    assert first.step_s == 0.0
 
 
 def test_training_does_not_wait_if_all_copies_were_early(slab: Slab, held: HeldStager) -> None:
