@@ -48,7 +48,7 @@ class CallerStream(Stream):
             super().enqueue_to_host(nbytes, copy)
             return
         with self.gpu.to_host.changed:
-            work = self.gpu.to_host.ask(nbytes, copy)
+            work = self.gpu.to_host.ask(self, nbytes, copy)
         self._append(work)  # without the lock, which the copies ahead of this one need
 
 

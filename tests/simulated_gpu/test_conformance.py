@@ -283,6 +283,36 @@ def test_copies_to_the_host_run_in_the_order_of_the_calls(node: Node) -> None:
     assert node.devices[0].to_host.most_queued_nbytes == N + 1
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_copies_of_the_stream_that_is_served_overtake_others_unless_they_wait(
+    node: Node, waits: bool
+) -> None:
+    """Seen on an H100: while one stream has copies enqueued, no other stream is served."""
+    node.d2h_bytes_per_s = N / 0.05
+    made, small, side, other = filled(1), filled(2), torch.cuda.Stream(), torch.cuda.Stream()
+    between, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    go, may_end = threading.Event(), threading.Event()
+    keep_busy(side, go)
+    keep_busy(other, may_end)
+    with torch.cuda.stream(side):
+        locked().copy_(made, non_blocking=True)
+        torch.cuda.Event().record()  # no more than a mark
+    locked().copy_(small, non_blocking=True)
+    between.record()
+    if waits:
+        side.wait_stream(other)
+    with torch.cuda.stream(side):
+        locked().copy_(made, non_blocking=True)
+        last.record()
+    go.set()
+    if waits:
+        eventually("the small copy", between.query)
+        assert not last.query()
+    may_end.set()
+    torch.cuda.synchronize()
+    assert (between.elapsed_time(last) > 0) is waits
+
+
 # ---------------------------------------------------------------------- events
 
 
