@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import msgspec
 
@@ -61,6 +62,8 @@ class Recorder:
         """Total seconds of all phases that have ended, by name."""
         self.step_on_gpu_s = 0.0
         """Seconds for which the optimizer's step waited for copies on the GPU alone."""
+        self.call_events: tuple[Any, Any] = (None, None)
+        """Timed CUDA events on the current stream around the loop's call; None where unknown."""
         self._counts: dict[str, int] = {}
         #: Phases that run now: name, thread and start, by an object of each.
         self._running: dict[object, tuple[str, str, float]] = {}

@@ -1,11 +1,17 @@
-"""Measurements of the copies of one save: their rate, the memory they go to, the step's wait."""
+"""Measurements of one save: the rate of its copies, their memory, and waits on the GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 
 import torch
+
+from megatron_flashckpt.memory import cuda
+from megatron_flashckpt.save.copy_pace import timed_event
+from megatron_flashckpt.tracing import Recorder
 
 
 @dataclasses.dataclass
@@ -47,3 +53,33 @@ class CopyFigures:
             return 0.0
         begin, end = self.step_wait
         return float(begin.elapsed_time(end)) / 1000
+
+
+@contextlib.contextmanager
+def timed_on_gpu(recorder: Recorder) -> Iterator[None]:
+    """Put events of `recorder` around the context, on the current stream; wait for neither."""
+    begin = _event_of_stream()
+    yield
+    recorder.call_events = begin, _event_of_stream()
+
+
+def idle_s(recorder: Recorder) -> float | None:
+    """Return how long the loop's call kept the current stream from training's work, if known.
+
+    The begin event completes after all kernels that were launched before the call.
+    """
+    begin, end = recorder.call_events
+    try:
+        return None if begin is None or end is None else float(begin.elapsed_time(end)) / 1000
+    except RuntimeError:  # the stream has not come to the end, or the GPU has failed
+        return None
+
+
+def _event_of_stream() -> torch.cuda.Event | None:
+    """Return a timed event; None without a GPU, in a graph capture, or if CUDA refuses it."""
+    try:
+        if cuda.current_device() is None or torch.cuda.is_current_stream_capturing():
+            return None
+        return timed_event()
+    except RuntimeError:  # the save's own calls report the error
+        return None

@@ -26,6 +26,7 @@ from megatron_flashckpt.megatron_lm.job_flags import (
 )
 from megatron_flashckpt.megatron_lm.megatron_job import job_of
 from megatron_flashckpt.memory import cuda
+from megatron_flashckpt.save.copy_figures import timed_on_gpu
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import is_url, refuse_unusable
 from megatron_flashckpt.tracing import LOOP, Recorder
@@ -129,7 +130,7 @@ def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
     is_ours = _saves(margs) and not converts_format(margs)
     keeping_cache = cuda.cache_kept() if is_ours else contextlib.nullcontext()
     recorder = Recorder(LOOP)
-    with recorder.recording(), recorder.phase(LOOP), keeping_cache:
+    with recorder.recording(), recorder.phase(LOOP), timed_on_gpu(recorder), keeping_cache:
         return stock.original("training", "save_checkpoint_and_time")(*args, **kwargs)
 
 

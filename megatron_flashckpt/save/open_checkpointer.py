@@ -9,7 +9,7 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog.listing import newest_durable
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.save.checkpointer import Checkpointer
-from megatron_flashckpt.save.copy_figures import CopyFigures
+from megatron_flashckpt.save.copy_figures import CopyFigures, idle_s
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.save_reports import SaveReports, say
 from megatron_flashckpt.save.startup import Startup
@@ -167,6 +167,8 @@ def _staged_line(report: SaveReport, copies: CopyFigures) -> str:
     where = "as the training loop sees it" if recorder.call == LOOP else "in save_checkpoint"
     if request.must_wait:
         where += " before its wait for a durable checkpoint"
+    if (idle := idle_s(recorder)) is not None:
+        where += f", {1000 * idle:.1f} ms of them with an idle GPU"
     kept = " for host memory only" if request.memory_only else ""
     return (
         f"iteration {request.iteration} staged{kept}, {copies.nbytes / 2**20:.1f} MiB on rank 0, "

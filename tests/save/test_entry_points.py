@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from types import ModuleType
@@ -17,7 +19,13 @@ from megatron_flashckpt.errors import ConfigError, UnsupportedError
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.megatron_lm.job_state import JobState
 from megatron_flashckpt.save import entry_points
+from megatron_flashckpt.save.copy_figures import CopyFigures
+from megatron_flashckpt.save.open_checkpointer import _staged_line
+from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.session import session
+from megatron_flashckpt.tracing import recorder
+from tests.save.test_gpu_staging import refuse
+from tests.simulated_gpu import simulated_gpus
 
 Job = Callable[..., Namespace]
 
@@ -143,6 +151,64 @@ def test_a_save_of_ours_leaves_gpu_memory_in_torch_s_cache(
         entry_points.save_checkpoint_and_time()
     assert torch.cuda.empty_cache is empty_cache
     assert emptied == (["other"] if is_kept else ["other", "MainThread"])
+
+
+def saved(job: Job, work: Callable[[], object] = lambda: None) -> SaveReport:
+    """Return the report on a save in whose call Megatron does `work`."""
+    recorders = []
+
+    def save_and_time() -> None:
+        recorders.append(recorder())
+        work()
+
+    job("save_checkpoint_and_time", save_and_time)
+    entry_points.save_checkpoint_and_time()
+    return SaveReport(SaveRequest(5, JobState(chunks=[])), *recorders)
+
+
+def test_the_staged_line_tells_a_wait_for_queued_kernels_from_an_idle_gpu(job: Job) -> None:
+    """Megatron's timers synchronize the GPU, which meanwhile does the last step's work."""
+    go = threading.Event()
+
+    def work() -> None:
+        threading.Timer(0.3, go.set).start()
+        torch.cuda.synchronize()
+        time.sleep(0.02)
+
+    with simulated_gpus(1):
+        torch.cuda.current_stream().enqueue(go.wait)
+        report = saved(job, work)
+        torch.cuda.synchronize()
+        line = _staged_line(report, CopyFigures())
+    times = re.search(
+        r"blocked ([\d.]+) ms as the .* sees it, ([\d.]+) ms of them with an idle", line
+    )
+    assert times is not None, line
+    blocked_ms, idle_ms = map(float, times.groups())
+    assert blocked_ms >= 300
+    assert 20 <= idle_ms <= blocked_ms - 250
+
+
+@pytest.mark.parametrize("obstacle", ["no GPU", "failing call", "graph capture", "queued kernel"])
+def test_a_save_whose_idle_time_is_unknown_names_none(job: Job, obstacle: str) -> None:
+    """Nothing waits for the GPU, and no save fails or breaks a capture for the sake of a figure."""
+    if obstacle == "no GPU":
+        assert "idle" not in _staged_line(saved(job), CopyFigures())
+        return
+    go = threading.Event()
+    with simulated_gpus(1) as node:
+        if obstacle == "failing call":
+            node.refusals["Event.record"] = refuse
+        elif obstacle == "queued kernel":
+            torch.cuda.current_stream().enqueue(go.wait)
+        with node.capture() if obstacle == "graph capture" else contextlib.nullcontext():
+            report = saved(job)
+            if obstacle == "graph capture":
+                assert all(call.name != "Event.record" for call in node.calls)
+        if obstacle != "queued kernel":
+            torch.cuda.synchronize()
+        assert "idle" not in _staged_line(report, CopyFigures())
+        go.set()
 
 
 @pytest.mark.parametrize("save", ["msc://profile/run", "/save/\udcff"])
