@@ -203,3 +203,14 @@ def test_a_study_on_a_gpu_needs_one(tmp_path: Path) -> None:
     options = argparse.Namespace(size="usual", budget=1.0, systems=None)
     with pytest.raises(SystemExit, match="torch sees no GPU"):
         next(study.run_on_gpu(options, tmp_path))
+
+
+def test_a_study_on_a_gpu_prints_which_systems_are_left_out_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the one run on a scarce GPU lacks a system, and nobody notices."""
+    lacking = System("absent", "Another", package="no_such_package", flag=None)
+    monkeypatch.setattr(study, "GPU_ONLY", (lacking,))
+    options = argparse.Namespace(size="quick", budget=1.0, systems=["absent"])
+    first = next(study.run_on_gpu(options, tmp_path))
+    assert first == "Another was left out: no_such_package is not installed"

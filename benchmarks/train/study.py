@@ -131,8 +131,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     systems = [system for system in systems if system.megatron in megatrons]
     limit = StorageLimit.made(root, options.storage_mb_s) if options.storage_mb_s else None
     load = os.getloadavg()[0]
-    for name, reason in left_out.items():
-        yield f"{name} was left out: {reason}"
+    yield from _reasons(left_out)
     yield (
         f"rounds: {rounds}, each {len(systems)} runs of {schedule.iterations} steps with "
         f"{schedule.saves + 1} saves: about "
@@ -178,6 +177,7 @@ def run_on_gpu(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     ends_at = time.monotonic() + options.budget
     runnable = [system for system in (*SYSTEMS, *GPU_ONLY) if system.megatron == "installed"]
     systems, left_out = available(chosen(runnable, options.systems))
+    yield from _reasons(left_out)
     with forkserver(IMPORTED, environment_of_one_rank(on_cpu=on_cpu)) as (found, _):
         if not found["forks"]:
             yield "every rank makes its own imports, because an import has started CUDA"
@@ -211,6 +211,11 @@ def run_on_gpu(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         # Only a run of all systems replaces the published figures.
         options.json = options.json or RESULTS / "train-gpu.json"
         options.png = options.png or RESULTS / "train-gpu.png"
+
+
+def _reasons(left_out: dict[str, str]) -> Iterator[str]:
+    for name, reason in left_out.items():
+        yield f"{name} was left out: {reason}"
 
 
 def _megatrons(
