@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests.support.trainer import eventually, is_alive
+from tools.gpu_check.report import Report
 from tools.gpu_check.sections import SECTIONS, megatron
 
 ROOT = Path(__file__).parents[3]
@@ -234,8 +237,29 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
 
 
 def test_blocks_alternate_and_their_last_iteration_is_not_saved() -> None:
-    assert megatron.blocks(begin=6, rounds=1) == [
-        megatron.Block("no save", 6, 11, ()),
-        megatron.Block("one save", 11, 16, (11,)),
-        megatron.Block("a save after every step", 16, 21, (16, 17, 18, 19)),
+    assert megatron.blocks(6, 1) == [
+        megatron.Block("no save", 6, 16, ()),
+        megatron.Block("one save", 16, 26, (16,)),
+        megatron.Block("a save after every step", 26, 36, tuple(range(26, 35))),
     ]
+
+
+@pytest.mark.parametrize("drift_s", [0.0, 0.07])
+def test_a_drift_between_jobs_is_not_booked_as_a_loss_of_saves(drift_s: float) -> None:
+    turns = megatron.blocks(megatron._FIRST + megatron._LENGTH, 3)
+    saved = {megatron._FIRST, *(iteration for block in turns for iteration in block.saved)}
+
+    def job(steps: dict[int, float]) -> Any:
+        return SimpleNamespace(steps=lambda: steps, log=lambda: "")
+
+    numbers = range(1, turns[-1].end)
+    noise = {n: 0.01 * (n % 2) for n in numbers}
+    steps = {n: 0.3 + drift_s + noise[n] + 0.25 * (n in saved) for n in numbers}
+    stream = io.StringIO()
+    without = job({n: 0.3 + noise[n] for n in numbers})
+    megatron.report_lost(Report("M", stream), without, job(steps), turns)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    (headline,) = [line for line in lines if line["kind"] == "headline"]
+    assert headline["value"] == pytest.approx(250.0)
+    # 30 steps with 3 saves against 30 without, which deviate by 5 ms.
+    assert headline["detail"].startswith("standard error 13 ms; ")

@@ -53,7 +53,7 @@ _DEVICES = Section("devices", "D", "devices of threads", 30)
 #: all.
 SECTIONS = (
     Section("copies", "C", "copies to host memory", 30, megatron=False, alone=True),
-    Section("megatron", "M", "Megatron: training lost per save, restarts", 130, alone=True),
+    Section("megatron", "M", "Megatron: training lost per save, restarts", 150, alone=True),
     Section("loads", "L", "loads from memory and from storage", 40, alone=True),
     Section("head_of_line", "H", "training's calls behind a save", 30, alone=True),
     _TORN,
