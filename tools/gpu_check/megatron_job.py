@@ -3,17 +3,20 @@
 Environment:
     SCHEDULE  JSON object:
         saves     kind of the save after an iteration, "memory" or "storage", by iteration
+        variants  name of the saves (`variants.py`) from an iteration on, by iteration
         digests   iterations after which all tensors of model and optimizer are digested
         kill      before this iteration, the process kills itself with SIGKILL
     TRACE     file that gets one JSON line for each event
     LOSS_LOG  see `pretrain_gpt_tiny`
 
 Times are taken at the start of iterations. So the time of an iteration includes the save that
-follows it, with the work of the training loop around that save.
+follows it, with the work of the training loop around that save; the schedule's own work is left
+out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -38,11 +41,13 @@ class Schedule:
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
         self._digest: Digest | None = None
+        self._variant = contextlib.ExitStack()
 
     def before(self, iteration: int, model: list[Any], optimizer: Any) -> None:
         """Carry out the schedule before `iteration`, counted from 1."""
         from megatron.training import get_args
 
+        entered = time.perf_counter()
         if iteration - 1 in self._given["digests"]:
             digest = self._digest = self._digest or Digest()
             digests = {name: digest.of(tensor) for name, tensor in tensors(model, optimizer)}
@@ -50,13 +55,24 @@ class Schedule:
         if iteration >= self._given["kill"]:
             trace("killed", copying=is_copying(get_args().save))
             os.kill(os.getpid(), signal.SIGKILL)
+        if (variant := self._given["variants"].get(str(iteration))) is not None:
+            self._use(variant, get_args().save)
         save = self._given["saves"].get(str(iteration))
         # Megatron's loop reads both arguments after every iteration.
         get_args().save_interval = 1 if save == "storage" else None
         get_args().non_persistent_save_interval = 1 if save == "memory" else None
         free, total = torch.cuda.mem_get_info()
         memory = {"gpu_nbytes": total - free, "host_nbytes": available_nbytes()}
-        trace("begin", iteration=iteration, **memory)
+        trace("begin", iteration=iteration, entered=entered, **memory)
+
+    def _use(self, variant: str, save: str) -> None:
+        """Make saves to the directory `save` as `variant` from now on; other names: as usual."""
+        from megatron_flashckpt.save.session import session
+        from tools.gpu_check.variants import VARIANTS
+
+        self._variant.close()
+        if variant in VARIANTS:
+            self._variant.enter_context(VARIANTS[variant](session.checkpointer(save).link))
 
 
 def trace(event: str, **fields: Any) -> None:
@@ -120,7 +136,12 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     # Otherwise --deterministic-mode fills every `torch.empty` of a load first.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    schedule = Schedule(json.loads(os.environ["SCHEDULE"]))
+    given = json.loads(os.environ["SCHEDULE"])
+    schedule = Schedule(given)
+    if given["variants"]:
+        from tools.gpu_check import variants
+
+        variants.prepare()
     step = training.train_step
 
     @functools.wraps(step)

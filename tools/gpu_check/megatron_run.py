@@ -66,6 +66,7 @@ class Run:
         *,
         kill: int,
         saves: dict[int, str] | None = None,
+        variants: dict[int, str] | None = None,
         digests: tuple[int, ...] = (),
         ours: bool = True,
         **environment: str,
@@ -75,7 +76,7 @@ class Run:
         Args:
             where: directory of the files and, under `ours`, of the checkpoints.
             size: arguments of the model's size and batch.
-            saves, digests, kill: see `megatron_job.py`.
+            saves, variants, digests, kill: see `megatron_job.py`.
             ours: False: Megatron's own training, without the package and without saves.
             environment: additional variables.
         """
@@ -83,7 +84,8 @@ class Run:
         self._where = where
         self._arguments = [*ON_GPU, "--train-iters", "1000", *size.split()]
         self._ours = ours
-        self._schedule = {"saves": saves or {}, "digests": digests, "kill": kill}
+        self._schedule = {"saves": saves or {}, "variants": variants or {}}
+        self._schedule |= {"digests": digests, "kill": kill}
         self._environment = environment
         self._trace, self._losses, self._log = (
             where / f"{name}.{kind}" for kind in ("trace", "losses", "log")
@@ -151,8 +153,12 @@ class Run:
 
     def steps(self) -> dict[int, float]:
         """Return the seconds of every iteration, with the save that follows it."""
-        begins = {event["iteration"]: event["time"] for event in self.events("begin")}
-        return {n: begins[n + 1] - begin for n, begin in begins.items() if n + 1 in begins}
+        begins = {event["iteration"]: event for event in self.events("begin")}
+        return {
+            n: begins[n + 1]["entered"] - begin["time"]
+            for n, begin in begins.items()
+            if n + 1 in begins
+        }
 
     def digests(self, iteration: int) -> dict[str, int]:
         """Return the digests of all tensors after `iteration`; empty if it was not reached."""

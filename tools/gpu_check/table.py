@@ -38,14 +38,15 @@ def _figure(line: Line) -> str:
 
 
 def summary(about: dict[str, str], results: Results) -> str:
-    """Return a Markdown table of the machine, the verdicts, one figure each, and what is left."""
+    """Return a Markdown table of the machine, the verdicts, main figures, and what is left."""
     lines = ["| gpu_check | |", "|---|---|"]
     lines += [f"| {name} | {text} |" for name, text in about.items()]
     lines += ["", "| section | verdict | figure | s |", "|---|---|---|---|"]
     for section, outcome in results:
         name = f"{section.label} {section.title}"
-        figure = _headline(outcome)
+        figure, *others = _headlines(outcome) or [""]
         lines.append(f"| {name} | {verdict(outcome)} | {figure} | {outcome.seconds:.0f} |")
+        lines += [f"| | | {other} | |" for other in others]
     if left := list(_left(results)):
         lines += ["", "| not run | why |", "|---|---|", *left]
     rules = [line for _, outcome in results for line in outcome.lines if line["kind"] == MUST]
@@ -55,13 +56,19 @@ def summary(about: dict[str, str], results: Results) -> str:
     return "\n".join([*lines, f"{len(rules)} rules checked, {len(broken)} broken"])
 
 
-def _headline(outcome: Outcome) -> str:
-    """Return the figure that stands for the section; without one its first figure."""
-    for kind in (HEADLINE, FIGURE):
-        for line in outcome.lines:
-            if line["kind"] == kind:
-                return f"{_figure(line)}: {line['what']}"
-    return ""
+def _headlines(outcome: Outcome) -> list[str]:
+    """Return the figures that stand for the section, each with the first clause of its detail.
+
+    Without one, return the section's first figure.
+    """
+    lines = {
+        kind: [ln for ln in outcome.lines if ln["kind"] == kind] for kind in (HEADLINE, FIGURE)
+    }
+    return [
+        f"{_figure(line)}: {line['what']}" + (detail and f" ({detail})")
+        for line in lines[HEADLINE] or lines[FIGURE][:1]
+        for detail in [line["detail"].partition(";")[0]]
+    ]
 
 
 def _left(results: Results) -> Iterator[str]:

@@ -237,10 +237,11 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
 
 
 def test_blocks_alternate_and_their_last_iteration_is_not_saved() -> None:
-    assert megatron.blocks(6, 1) == [
+    assert megatron.blocks(6, 1, ["a variant"]) == [
         megatron.Block("no save", 6, 16, ()),
         megatron.Block("one save", 16, 26, (16,)),
-        megatron.Block("a save after every step", 26, 36, tuple(range(26, 35))),
+        megatron.Block("a variant", 26, 36, (26,)),
+        megatron.Block("a save after every step", 36, 46, tuple(range(36, 45))),
     ]
 
 

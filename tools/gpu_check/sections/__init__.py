@@ -18,7 +18,8 @@ class Section:
     """Name in the report: the section's letter, or its letter and a device."""
     title: str
     seconds: float
-    """Time limit in seconds; a smaller rest of the budget limits it further."""
+    """Time limit in seconds; a smaller rest of the budget limits it further. Only the budget limits
+    a section that runs as the only one."""
     gpus: int = 1
     """Number of GPUs that the section needs; a section of one GPU also runs on a simulated node."""
     megatron: bool = True

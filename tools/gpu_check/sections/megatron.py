@@ -7,7 +7,8 @@ copies. The job "memory" resumes from memory; the job "storage" resumes from sto
 has ended. Both must repeat the losses and all tensors of the job "first".
 
 What a save costs is the time of the job's blocks with saves, beyond that of its own blocks without
-one. So it does not depend on how fast another job ran.
+one. So it does not depend on how fast another job ran. If this section is the only one, the turns
+also have blocks whose saves leave out one cause of lost training (`variants.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from tests.support.trainer import end_agents
 from tools.gpu_check import machine
 from tools.gpu_check.megatron_run import MODELS, Run
 from tools.gpu_check.report import Report
+from tools.gpu_check.variants import VARIANTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,8 @@ _ONE = "one save"
 _EVERY = "a save after every step"
 #: Seconds that all jobs take with three rounds of blocks, on the slower card.
 _THREE_ROUNDS_S = 135.0
+#: The same with blocks of all variants.
+_VARIANTS_S = 190.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +78,14 @@ class Block:
     saved: tuple[int, ...]
 
 
-def blocks(begin: int, rounds: int) -> list[Block]:
+def blocks(begin: int, rounds: int, variants: Iterable[str] = ()) -> list[Block]:
     """Return `rounds` blocks of each kind in turn, then one with a save after every iteration.
 
     Every other round has the opposite order, so a steady drift falls on all kinds alike. The last
     iteration of a block has no save, so the copies of a block's saves end inside it.
     """
     made = []
-    order = [_PLAIN, _ONE]
+    order = [_PLAIN, _ONE, *variants]
     turns = [kind for number in range(rounds) for kind in order[:: -1 if number % 2 else 1]]
     for kind in [*turns, _EVERY]:
         end = begin + _LENGTH
@@ -120,7 +125,10 @@ def _fits(size: Size) -> bool:
 
 def _run(report: Report, where: Path, size: str) -> None:
     enough = machine.seconds_left() > _THREE_ROUNDS_S
-    turns = blocks(_FIRST + _LENGTH, machine.pick(3 if enough else 1, 1))
+    variants = VARIANTS if machine.seconds_left() > _VARIANTS_S else {}
+    if not variants:
+        report.skip("variants of a save", f"no {_VARIANTS_S:.0f} s left: use --only M")
+    turns = blocks(_FIRST + _LENGTH, machine.pick(3 if enough else 1, 1), variants)
     kept = turns[-1].end
     last = kept + 3
     saves = dict.fromkeys((_FIRST, last + 1, *(n for b in turns for n in b.saved)), "memory")
@@ -129,7 +137,14 @@ def _run(report: Report, where: Path, size: str) -> None:
     fault = machine.pick({}, {"FLASHCKPT_FAULT": f"rank0:stage.copied:{len(saves)}"})
     digests = (kept, last)
     without = Run(where, "without", size, kill=2 * _FIRST + 1, ours=False)
-    first = Run(where, "first", size, kill=last + 2, saves=saves, digests=digests, **fault)
+    first = Run(
+        *(where, "first", size),
+        kill=last + 2,
+        saves=saves,
+        variants={block.begin: block.kind for block in turns} if variants else {},
+        digests=digests,
+        **fault,
+    )
     memory, storage = (
         Run(where, source, size, kill=last + 1, digests=digests) for source in ("memory", "storage")
     )
@@ -184,7 +199,7 @@ def report_lost(report: Report, without: Run, first: Run, turns: list[Block]) ->
         error = deviation * (count + count**2 / len(own)) ** 0.5 / saves
         detail = f"standard error {1000 * error:.0f} ms; {' | '.join(map(_listed, spans[kind]))}"
         what = f"training lost per save, {kind}"
-        report.figure(what, 1000 * lost, "ms", detail, headline=kind == _ONE)
+        report.figure(what, 1000 * lost, "ms", detail, headline=kind != _EVERY)
     report.note("training lost per save", "beyond the same job's blocks without a save")
     for staged in re.findall(r"iteration \d+ staged.*", first.log())[:2]:
         report.note("the package's own line", staged)
