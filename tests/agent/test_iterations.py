@@ -40,7 +40,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def job(node: Node, make_job: Any) -> Any:
-    return make_job(node.config(answer_timeout_s=1.0, slow_save_s=0.2))
+    return make_job(node.config())
 
 
 def iterate(job: Job) -> list[Outcome]:
@@ -55,8 +55,10 @@ def counters(job: Job) -> tuple[AgentClient, Signals]:
 
 
 def test_an_iteration_sends_no_request_while_the_agent_has_nothing_new(
-    job: Job, root: Path, requests: list[str]
+    node: Node, make_job: Any, root: Path, requests: list[str]
 ) -> None:
+    # Only here: on a busy machine a notice would come before the result that others wait for.
+    job = make_job(node.config(slow_save_s=0.2))
     assert job.save(1) is None
     assert iterate(job) == []
     requests.clear()
