@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_flashckpt.megatron_lm.job_flags import left_to_megatron
-from megatron_flashckpt.megatron_lm.stock import bind, get_args, original, stock_module
+from megatron_flashckpt.megatron_lm.stock import argument, get_args, original, stock_module
 from megatron_flashckpt.save import entry_points
 from megatron_flashckpt.save.session import session
+
+#: Arguments of the replaced function. Old releases have no `terminate`.
+_ARGUMENTS = ("blocking", "terminate")
 
 
 def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
@@ -29,13 +31,12 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
             `stop_on_failed_first_save` stops training.
     """
     stock = original("async_utils", "maybe_finalize_async_save")
-    named = bind(stock, args, kwargs)
+    blocking, last = (bool(argument(stock, name, args, kwargs)) for name in _ARGUMENTS)
     margs = get_args()
-    if margs.save and not named.get("terminate", False) and not left_to_megatron(margs):
+    if not last and entry_points.saves(margs):
         entry_points.watch()
         session.checkpointer(margs.save).start_run()
-    last = bool(named.get("terminate", False))
-    session.finalize(blocking=bool(named["blocking"]), last=last)
+    session.finalize(blocking=blocking, last=last)
     if last and not session.expects_save():
         session.close(leave=True)
     stock(*args, **kwargs)

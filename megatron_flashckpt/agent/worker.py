@@ -52,7 +52,7 @@ class Worker:
 
     def wait(self, within_s: float | None = None) -> bool:
         """Wait until all work so far is done; False after `within_s`: the work still goes on."""
-        if self._last is None:
+        if self._last is None or self._last.is_set():  # without a lock, in each iteration
             return True
         if within_s != 0.0:
             self._do_what_no_thread_does()

@@ -24,8 +24,11 @@ from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.old_releases import TRAINING_PACKAGES, training_package
 
 
+@functools.cache
 def stock_module(name: str) -> ModuleType:
     """Return Megatron's own module `name` (`checkpointing`, `async_utils`, `training`).
+
+    Cached: the training loop asks for Megatron's args in every iteration.
 
     Raises:
         UnsupportedError: no Megatron-LM training code can be imported.
@@ -139,8 +142,29 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return bound.arguments
 
 
-#: Cached: the training loop calls a shim in every iteration.
 _signature_of = functools.cache(inspect.signature)
+
+
+def argument(
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return one argument of a call or its default; None if this release does not have it.
+
+    For the shims that the training loop calls in every iteration: `bind` takes 16 to 44 us there.
+    """
+    if name in kwargs:
+        return kwargs[name]
+    position, default = _place_of(function, name)
+    return args[position] if position < len(args) else default
+
+
+@functools.cache
+def _place_of(function: Callable[..., Any], name: str) -> tuple[int, Any]:
+    """Return the position and the default of a parameter; a missing one is behind all others."""
+    parameters = _signature_of(function).parameters
+    if name not in parameters:
+        return sys.maxsize, None
+    return list(parameters).index(name), parameters[name].default
 
 
 #: Arguments that the shims act on, by Megatron's names: of every release, then of later ones.

@@ -40,7 +40,7 @@ class AgentWatch:
             return True
         client, slab = shared
         now, news, beats = time.monotonic(), slab.signals.news, slab.signals.beats
-        is_same = self._shared is not None and self._shared[0] is client and self._shared[1] is slab
+        is_same = self._shared == shared
         is_quiet = is_same and news == self._news
         if not is_same or beats != self._beats:
             self._beat_at = now

@@ -43,8 +43,9 @@ _ARGUMENTS = {
 
 def watch() -> None:
     """Replace the functions around the training loop, so that the phases run without a load."""
-    training = stock.loaded("training")
-    if training is None or stock.is_replaced("training", "train_step"):
+    if stock.is_replaced("training", "train_step"):
+        return
+    if (training := stock.loaded("training")) is None:
         return
     stock.replace("training", "train_step", train_step)
     replacements = setup_model_and_optimizer, save_checkpoint_and_time, checkpoint_and_decide_exit
@@ -84,12 +85,12 @@ def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
     """
     session.begin_attempt()
     margs = stock.get_args()
-    if _saves(margs):
+    if saves(margs):
         refuse_unusable(margs.save)  # now, because a large model takes minutes
         if is_url(margs.save):
             refuse_local_files(margs, session.config)
     built = stock.original("training", "setup_model_and_optimizer")(*args, **kwargs)
-    if _saves(margs) and margs.train_iters and not getattr(margs, "skip_train", False):
+    if saves(margs) and margs.train_iters and not getattr(margs, "skip_train", False):
         model, optimizer, _ = built
         session.startup(margs.save).prepare(job_of(margs, model, optimizer))
     return built
@@ -127,7 +128,7 @@ def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
     otherwise the next step has to allocate it again.
     """
     margs = stock.get_args()
-    is_ours = _saves(margs) and not converts_format(margs)
+    is_ours = saves(margs) and not converts_format(margs)
     keeping_cache = cuda.cache_kept() if is_ours else contextlib.nullcontext()
     recorder = Recorder(LOOP)
     with recorder.recording(), recorder.phase(LOOP), timed_on_gpu(recorder), keeping_cache:
@@ -147,7 +148,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     margs = stock.get_args()
     if not _polls_every_iteration():
         session.finalize(blocking=False)
-    if not _saves(margs) or margs.save in session.ready:
+    if margs.save in session.ready or not saves(margs):
         return step(*args, **kwargs)
     arguments = stock.bind(step, args, kwargs)
     startup = session.startup(margs.save)
@@ -172,9 +173,10 @@ def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
     """
     decide = stock.original("training", "checkpoint_and_decide_exit")
     margs = stock.get_args()
-    if _saves(margs) and _saves_alone(margs):
-        named = stock.bind(decide, args, kwargs)
-        if session.save_requested(margs.save, named["iteration"]):
+    if saves(margs) and _saves_alone(margs):
+        iteration = stock.argument(decide, "iteration", args, kwargs)
+        if session.save_requested(margs.save, iteration):
+            named = stock.bind(decide, args, kwargs)
             taken = ("iteration", "model", "optimizer", "opt_param_scheduler")
             more = ("num_floating_point_operations_so_far", "checkpointing_context")
             iterator = {"train_data_iterator": named["train_data_iterator"]}
@@ -191,9 +193,9 @@ def _saves_alone(margs: Any) -> bool:
     return not any(getattr(margs, name, None) for name in others)
 
 
-def _saves(margs: Any) -> bool:
+def saves(margs: Any) -> bool:
     """Return whether this package saves the job's checkpoints."""
-    return bool(margs.save) and not left_to_megatron(margs)
+    return margs.save in session.ready or (bool(margs.save) and not left_to_megatron(margs))
 
 
 @functools.cache

@@ -84,9 +84,9 @@ class Session:
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`; create it on first use."""
-        given, root = root, absolute(root)
         self._forget_inherited()
-        if root not in self._open:
+        if (opened := self._find(root)) is None:
+            given, root = root, absolute(root)
             announcements.ask_for_memory_saves(get_args(), self.config.memory_interval)
             checkpointer = Checkpointer(given, self.config)
             if root in self._agreed:
@@ -97,11 +97,20 @@ class Session:
             startup = Startup(checkpointer, self.note_nodes)
             if root not in self._reports:
                 self._reports[root] = reports_on(root, checkpointer.rank)
-            self._open[root] = _MegatronSaves(checkpointer, self._reports[root], startup)
+            opened = _MegatronSaves(checkpointer, self._reports[root], startup)
+            self._open[root] = opened
             exit_status.watch()
             if self._nodes is not None:
                 checkpointer.model_state.note_nodes(self._nodes)
-        return self._open[root].checkpointer
+        return opened.checkpointer
+
+    def _find(self, root: str) -> _MegatronSaves | None:
+        """Return what is open for save directory `root`, or None.
+
+        Every key is its own absolute name. So a root that is a key, as in nearly every iteration,
+        needs no `absolute`, which takes 10 us there; a relative one follows the working directory.
+        """
+        return self._open.get(root) or self._open.get(absolute(root))
 
     def startup(self, root: str) -> Startup:
         """Return the phases that come before the first save to `root`."""
@@ -160,7 +169,7 @@ class Session:
 
     def save_requested(self, root: str, iteration: int) -> bool:
         """Note that `iteration` is trained; return whether `flashckpt save-now` wants it saved."""
-        opened = self._open.get(absolute(root))
+        opened = self._find(root)
         return opened is not None and opened.checkpointer.link.save_requested(iteration)
 
     def wait_copied(self) -> None:

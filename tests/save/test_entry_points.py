@@ -245,3 +245,17 @@ def test_a_setting_that_writes_files_beside_objects_is_refused(
         entry_points.refuse_local_files(Namespace(save=URL, **arguments), config)
     elsewhere = Namespace(save=URL, log_progress=False, wandb_project="p", wandb_save_dir="/logs")
     entry_points.refuse_local_files(elsewhere, Config(trace=Trace(directory="/logs/traces")))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((1,), {}), ((1, True), {}), ((), {"iteration": 1, "blocking": True}), ((1,), {"last": True})],
+)
+def test_one_argument_of_a_call_is_found_without_binding_all(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    def function(iteration: int, blocking: bool = False, *, last: bool = False) -> None: ...
+
+    bound = stock.bind(function, args, kwargs)
+    assert {name: stock.argument(function, name, args, kwargs) for name in bound} == bound
+    assert stock.argument(function, "of a later release", args, kwargs) is None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import eq
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +113,31 @@ def test_a_rank_that_learns_late_of_failures_stops_with_the_message_of_the_other
     with pytest.raises(SaveFailedError, match=r"^training stops.*iteration 2 has failed") as caught:
         session_of(_Checkpointer(outcomes)).finalize(blocking=False)
     assert "iteration 4" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("args")
+def test_a_relative_save_directory_follows_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every name of a directory finds the one checkpointer; each directory has its own."""
+    session, places = Session(Config()), [tmp_path / "one", tmp_path / "other"]
+    made = []
+    for place in places:
+        place.mkdir()
+        monkeypatch.chdir(place)
+        checkpointer = session.checkpointer("save")
+        for name in ("save", "./save/", f"{place}/save", f"{place}/save/"):
+            assert session.checkpointer(name) is checkpointer
+        made.append(checkpointer)
+        monkeypatch.setattr(checkpointer.link, "save_requested", partial(eq, len(made)))
+    assert [checkpointer.root for checkpointer in made] == [f"{place}/save" for place in places]
+    assert [session.save_requested("save", iteration) for iteration in (1, 2)] == [False, True]
+    monkeypatch.chdir(places[0])
+    assert [session.save_requested("save", iteration) for iteration in (1, 2)] == [True, False]
+    assert session.save_requested(f"{places[1]}/save", 2)
+    assert not session.save_requested("none", 1)
+    session.close(leave=True)
+    assert not session.save_requested("save", 1), "nothing is open"
 
 
 def test_only_a_new_attempt_forgets_saves_when_process_groups_are_made_anew() -> None:
