@@ -43,5 +43,6 @@ def shown(cpus: Iterable[int]) -> str:
 
 def cpus_of_rank() -> int:
     """Return the number of CPUs of this rank, if the ranks of its node share them; at least 1."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(1, int(given)) if given.isdecimal() else 1
     return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks))

@@ -8,12 +8,13 @@ because a first save may wait for gigabytes.
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import ctypes
 import fcntl
 import logging
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -160,13 +161,41 @@ def allocate(fd: int, memory: memoryview, *, huge_pages: bool) -> None:
 def _in_stretches(nbytes: int, work: Callable[[int, int], int]) -> int:
     """Call `work(begin, end)` for all stretches of a memory; return the sum of the results.
 
-    The first error is raised when no thread works any more.
+    This thread works, too, so it needs no other one. The first error is raised when no thread works
+    any more, because the caller closes the memory then.
     """
     begins = range(0, nbytes, _COLLAPSE_NBYTES)
-    threads = min(_MOST_THREADS, cpus_of_rank())
-    with concurrent.futures.ThreadPoolExecutor(threads, "flashckpt-pages") as pool:
-        ends = (min(begin + _COLLAPSE_NBYTES, nbytes) for begin in begins)
-        return sum(pool.map(work, begins, ends))
+    remaining = iter(begins)  # of a range, so several threads may call `next`
+    results: list[int] = []
+    errors: list[BaseException] = []
+
+    def work_through() -> None:
+        try:
+            for begin in remaining:
+                results.append(work(begin, min(begin + _COLLAPSE_NBYTES, nbytes)))
+        except BaseException as error:
+            errors.append(error)
+            end()
+
+    def end() -> None:
+        for _ in remaining:
+            pass
+
+    helpers: list[threading.Thread] = []
+    try:
+        with contextlib.suppress(RuntimeError):  # no thread is left, or the process ends
+            for _ in range(min(_MOST_THREADS, cpus_of_rank(), len(begins)) - 1):
+                helper = threading.Thread(target=work_through, name="flashckpt-pages", daemon=True)
+                helper.start()
+                helpers.append(helper)
+        work_through()
+    finally:
+        end()
+        for helper in helpers:
+            helper.join()
+    if errors:
+        raise errors[0]
+    return sum(results)
 
 
 def _collapse(memory: memoryview, begin: int, end: int) -> int:

@@ -115,10 +115,10 @@ class Slab:
                 prefer_node(slab.memory, numa_node)
             allocate(fd, slab.memory, huge_pages=huge_pages)
             seal_size(fd)
-        except OSError as error:
+        except BaseException as error:
             if slab is not None:
                 slab.close()
-            if isinstance(error, StorageError):
+            if not isinstance(error, OSError) or isinstance(error, StorageError):
                 raise
             refusal = _refusal(geometry, name, error.strerror, error.errno)
             raise StorageError(error.errno, refusal) from error

@@ -61,7 +61,11 @@ def new_slab(
     except StorageError as error:
         held = connection.held_memory(0.0) if error.errno == errno.ENOMEM else ""
         raise StorageError(error.errno, "; ".join(filter(None, (error.strerror, held)))) from error
-    map_pages(slab, config, rank, started)
+    try:
+        map_pages(slab, config, rank, started)
+    except BaseException:  # an interrupt: the descriptor would keep the memory
+        slab.close()
+        raise
     return slab
 
 

@@ -7,11 +7,14 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_flashckpt.memory import mapping
+from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.mapping import HUGE_NBYTES, create_memory
 from megatron_flashckpt.memory.slab import Slab
 
@@ -125,6 +128,67 @@ def test_pages_are_collapsed_and_mapped_by_short_calls(
     assert mapped[-2:] == [(64 * mib, 4 * mib), (68 * mib, 2 * mib + 5)]
     assert {nbytes for _, nbytes in mapped[:-1]} == {4 * mib}
     assert sum(nbytes for _, nbytes in mapped) == memory.nbytes
+
+
+def test_a_process_that_may_start_no_thread_allocates_and_maps_a_slab(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(mapping, "cpus_of_rank", lambda: 4)
+    slab = Slab.create(1, 0, 70 * 2**20, "0")
+    slab.populate(huge_pages=True)
+    assert os.fstat(slab.fd).st_blocks * 512 >= slab.geometry.nbytes
+    slab.close()
+
+
+def test_threads_end_before_an_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller closes the memory then, and its descriptor's number may be used again."""
+    monkeypatch.setattr(mapping, "cpus_of_rank", lambda: 2)
+    failed, works = threading.Event(), []
+
+    def work(begin: int, _: int) -> int:
+        if begin:
+            failed.set()
+            raise OSError(errno.ENOMEM, "no memory")
+        works.append("begun")
+        assert failed.wait(20.0)
+        time.sleep(0.1)
+        works.append("ended")
+        return 0
+
+    with pytest.raises(OSError, match="no memory"):
+        mapping._in_stretches(256 * 2**20, work)
+    assert works == ["begun", "ended"]
+
+
+def test_an_interrupted_slab_frees_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def interrupt(fd: int, *_: Any, **__: Any) -> None:
+        made.append(fd)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slab_module, "allocate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Slab.create(1, 0, 1, "interrupted")
+    assert not any(
+        "flashckpt-interrupted" in os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{name}")
+    )
+
+
+@pytest.mark.parametrize(("ranks", "cpus"), [("2", 4), ("", 8), ("0", 8), ("many", 8), ("99", 1)])
+def test_the_ranks_of_a_node_share_its_cpus(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, cpus: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert mapping.cpus_of_rank() == cpus
 
 
 def test_a_rank_with_two_cpus_maps_a_slab_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
