@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -33,14 +34,20 @@ _MOVE_S = 8.0
 _MOVE_PAUSE_S = 0.1
 
 
-def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClient:
+def connect(
+    root: str, rank: int, local_rank: int, config: Config, closed: threading.Event
+) -> AgentClient:
     """Return a connection to the node's agent for save directory `root`.
 
     The first rank of the node starts the agent if there is none; the other ranks wait for the
     agent.
 
+    Args:
+        closed: ends the wait; set by another thread when nobody needs the connection any more.
+
     Raises:
-        AgentError: the agent did not answer in time, or another user has taken its name.
+        AgentError: the agent did not answer in time, another user has taken its name, or `closed`
+            was set.
     """
     start_s = config.agent.start_timeout_s
     deadline = time.monotonic() + start_s
@@ -78,7 +85,13 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
             pause_s = _MOVE_PAUSE_S
         elif local_rank == 0:
             _start_agent(place, root, config)
-        time.sleep(pause_s)
+        refuse_closed(root, rank, closed.wait(pause_s))
+
+
+def refuse_closed(root: str, rank: int, is_closed: bool) -> None:
+    """Raise AgentError if a rank's connection `is_closed`: no other one may follow it."""
+    if is_closed:
+        raise AgentError(f"rank {rank}: this checkpointer for {root} was closed; make another")
 
 
 def _new_socket() -> socket.socket:

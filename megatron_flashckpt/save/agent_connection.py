@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 
 from megatron_flashckpt.agent.client import AgentClient
-from megatron_flashckpt.agent.connecting import connect
+from megatron_flashckpt.agent.connecting import connect, refuse_closed
 from megatron_flashckpt.agent.place import place_of
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
 from megatron_flashckpt.agent.run_messages import BeginRun, describe_slabs
@@ -33,7 +34,7 @@ class AgentConnection:
         self.current: AgentClient | None = None
         """The open connection, or None."""
         self._has_lost_one = False
-        self._is_closed = False
+        self._closed = threading.Event()
         self._run: RunObject | None = None
         self._begun: BeginRun | None = None
         self._opened: PeersOpened | None = None
@@ -45,15 +46,12 @@ class AgentConnection:
         Raises:
             AgentError: there is no agent, and none can be started; or the connection was closed.
         """
-        if self.current is None and self._is_closed:
-            raise AgentError(
-                f"rank {self._rank}: this checkpointer for {self._root} was closed; make another"
-            )
         if self.current is None:
+            refuse_closed(self._root, self._rank, self._closed.is_set())
             # The rank that first notices a lost agent starts the next one. Local rank 0 may notice
             # later, because it waits for this rank in training.
             local_rank = 0 if self._has_lost_one else int(os.environ.get("LOCAL_RANK", "0"))
-            self.current = connect(self._root, self._rank, local_rank, self._config)
+            self.current = connect(self._root, self._rank, local_rank, self._config, self._closed)
             self._send_run(self.current)
         return self.current
 
@@ -164,7 +162,7 @@ class AgentConnection:
 
     def close(self) -> None:
         """Disconnect for good. Without a prior `leave`, the agent keeps the slots for a restart."""
-        self._is_closed = True
+        self._closed.set()
         self.disconnect()
 
     def disconnect(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -21,6 +20,7 @@ from megatron_flashckpt.file_format.run_object import RunObject
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotState
+from megatron_flashckpt.save import abandoned_links
 from megatron_flashckpt.save.agent_connection import AgentConnection
 from megatron_flashckpt.save.new_slab import FIRST_META, map_pages, new_slab
 from megatron_flashckpt.save.stager import Stager
@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 _PINNING_S = 600.0
 #: Longest wait of `abandon` for running copies, in seconds; enough for a healthy GPU.
 ABANDON_S = 1.0
-#: Links that this process has abandoned while they copied, or prepared.
-_abandoned: list[NodeLink] = []
-os.register_at_fork(after_in_child=_abandoned.clear)  # a child has none of their threads
 
 
 def _holds_checkpoint(slab: Slab) -> bool:
@@ -49,7 +46,7 @@ class NodeLink:
     """
 
     def __init__(self, root: str, rank: int, config: Config) -> None:
-        _end_abandoned()
+        abandoned_links.end()
         self._rank = rank
         self._config = config
         self._connection = AgentConnection(root, rank, config)
@@ -337,6 +334,10 @@ class NodeLink:
         """Wait up to `wait_s` for background work; return True if none is running."""
         return self._background.wait(wait_s)
 
+    def wait_idle(self, wait_s: float | None = None) -> bool:
+        """Wait until neither copies nor background work run; return False after `wait_s` each."""
+        return self.stager.wait(wait_s) and self._background.wait(wait_s)
+
     @property
     def current(self) -> AgentClient | None:
         """The open connection, or None."""
@@ -415,7 +416,7 @@ class NodeLink:
             self.close(leave=False)
         else:
             self._connection.close()
-            _abandoned.append(self)
+            abandoned_links.keep(self)
 
     def close(self, *, leave: bool) -> bool:
         """End the copy thread and disconnect; with `leave` the agent frees this rank's memory.
@@ -431,15 +432,3 @@ class NodeLink:
             self._slab.close()
             self._slab = None
         return has_agent
-
-
-def _end_abandoned() -> None:
-    """Close the links that this process has abandoned; wait until their work has ended."""
-    while _abandoned:
-        link = _abandoned.pop()
-        if not link.stager.wait(0.0):
-            logger.warning(
-                "waiting for the copies of a checkpointer that this process has left; if they do "
-                "not end, this rank's GPU hangs: end the job"
-            )
-        link.close(leave=False)

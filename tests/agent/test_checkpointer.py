@@ -21,6 +21,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.end import decode_failure
 from megatron_flashckpt.memory.runs import Run
 from megatron_flashckpt.save import agent_connection, node_link
+from megatron_flashckpt.save.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.support.rank_job import NUMEL, session_of
 from tests.support.trainer import blocked_shard, eventually, kill_agent
@@ -145,7 +146,10 @@ def test_a_retry_in_the_process_waits_for_the_copies_of_an_abandoned_save(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         retrying = pool.submit(retry)
         assert not concurrent.futures.wait([retrying], timeout=2.0).done
-        assert "waiting for the copies of a checkpointer that this process has left" in caplog.text
+        assert (
+            "waiting for the copies and preparations of a checkpointer that this process has left"
+            in caplog.text
+        )
         go.set()
         second, error = retrying.result(60.0)
     assert error is None
@@ -185,6 +189,46 @@ def test_an_abandoned_checkpointer_takes_no_agent_from_its_successor(
     seeking.join(60.0)
     assert second.save(3) is None
     second.assert_stored(root, 3)
+
+
+def test_whoever_interrupts_the_wait_for_an_abandoned_checkpointer_leaves_it_to_the_next(
+    make_job: Any,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = make_job(config)
+    link, go = first.checkpointer.link, threading.Event()
+    link._background.add(lambda: go.wait(60.0))
+    first.checkpointer.abandon()
+
+    def wait(wait_s: float | None = None) -> bool:
+        if wait_s is None:
+            raise KeyboardInterrupt
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "wait_idle", wait)
+        with pytest.raises(KeyboardInterrupt):
+            make_job(config)
+    assert "a checkpointer that this process has left" in caplog.text
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        retrying = pool.submit(make_job, config)
+        assert not concurrent.futures.wait([retrying], timeout=0.5).done
+        go.set()
+        assert retrying.result(60.0).save(2) is None
+
+
+def test_a_left_checkpointer_ends_its_search_for_an_agent_at_once(
+    config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local rank 1 waits for the agent that local rank 0 starts; a restart waits for rank 1."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    link = NodeLink(str(root), 1, config)
+    link.prepare(None)
+    assert link.is_preparing
+    link.abandon()
+    assert link.wait_prepared(config.agent.start_timeout_s / 3)
 
 
 @pytest.mark.parametrize("how", ["closed", "abandoned"])

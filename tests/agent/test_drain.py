@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +84,7 @@ def test_a_wait_without_a_pending_save_ends_by_a_read_of_storage(
 ) -> None:
     job.stage(1)
     eventually("the commit", lambda: saves_in(root))
-    connect(str(root), 0, 0, node.config()).close()
+    connect(str(root), 0, 0, node.config(), threading.Event()).close()
     if left != "manifest":
         remove_tree(root / file_names.iteration_dir(1))
     if left == "nothing":
@@ -105,7 +106,7 @@ def test_a_save_that_the_agent_still_writes_is_not_searched_in_storage(
     with blocked_shard(root, 1, 0, job.save_id(1)) as unblock:
         job.stage(1)
         # From now on, the agent reports no result to this connection.
-        connect(str(root), 0, 0, node.config()).close()
+        connect(str(root), 0, 0, node.config(), threading.Event()).close()
         assert job.checkpointer.saves.poll() == []
         assert job.checkpointer.pending
         unblock()

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,7 +200,7 @@ class FakeTrainer:
         self.slab: Slab | None = None
         self._untold: list[Outcome] = []
         self._config = config
-        self.client: AgentClient = connect(str(root), rank, 0, config)
+        self.client: AgentClient = connect(str(root), rank, 0, config, threading.Event())
         self.plans = PlanCache(self.client.fetch_template, self.client.publish_template)
 
     @property
@@ -241,7 +242,7 @@ class FakeTrainer:
 
     def find_agent(self) -> None:
         self.client.close()
-        self.client = connect(str(self.root), self.rank, 0, self._config)
+        self.client = connect(str(self.root), self.rank, 0, self._config, threading.Event())
         if self.run is not None:
             self.client.open_run(self.run)
 
