@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 #: wait for another run to end.
 _OPENED_S = 300.0
 #: Additional seconds for one reply: PyTorch's client waits without end for a store that hangs.
-_ANSWER_S = 15.0
+_ANSWER_S = 60.0
 #: First byte of an error in place of a run.
 _REFUSED = "!"
 
@@ -79,7 +79,10 @@ def opened_once(root: str, open_run: Callable[[], RunObject], wait_s: float) -> 
         return open_run()
     store = dist.distributed_c10d._get_default_store()
     key = f"megatron_flashckpt/run/{root}"
-    if _answer(root, 0.0, store.add, f"{key}/ranks", 1) > 1:
+    own = str(dist.get_rank())
+    # The same rank gets the same reply again, also if it had not waited for the first one.
+    first: bytes = _answer(root, 0.0, store.compare_set, f"{key}/opener", "", own)
+    if first.decode() != own or _answer(root, 0.0, store.check, [key]):
         within_s = wait_s + _OPENED_S
         _answer(root, within_s, store.wait, [key], datetime.timedelta(seconds=within_s))
         encoded: bytes = _answer(root, 0.0, store.get, key)

@@ -22,17 +22,23 @@ RUN = RunObject(name="000003-abcd", ancestors=(Ancestor("000001-aaaa", 10),))
 RANKS = 3
 
 
+_of_thread = threading.local()
+
+
 @pytest.fixture(autouse=True)
-def job_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def job_store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.HashStore()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: getattr(_of_thread, "rank", 0))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    return store
 
 
 def on_all_ranks(open_run: Callable[[], RunObject]) -> list[RunObject | BaseException]:
     """Return what every rank gets, or raises."""
 
-    def rank(_: int) -> RunObject | BaseException:
+    def rank(number: int) -> RunObject | BaseException:
+        _of_thread.rank = number
         try:
             return opened_once("/save", open_run, 0.0)
         except FlashCkptError as error:
@@ -68,13 +74,13 @@ def gone() -> Any:
 
 
 def hanging() -> Any:
-    return SimpleNamespace(add=lambda *_: threading.Event().wait(60.0))
+    return SimpleNamespace(compare_set=lambda *_: threading.Event().wait(60.0))
 
 
 def unfinished() -> Any:
     """Return the store in which another rank has begun to open the run, and does not end."""
     store = dist.HashStore()
-    store.add("megatron_flashckpt/run//save/ranks", 1)
+    store.compare_set("megatron_flashckpt/run//save/opener", "", "1")
     return store
 
 
@@ -95,10 +101,35 @@ def test_a_store_that_gives_no_run_ends_the_save_with_the_remedy(
     )
 
 
+@pytest.mark.parametrize("late", ["compare_set", "set"])
+def test_a_request_that_the_store_answers_too_late_is_repeated_by_the_next_save(
+    monkeypatch: pytest.MonkeyPatch, job_store: dist.Store, late: str
+) -> None:
+    """The store has done it meanwhile."""
+    answers, has_answered = threading.Event(), threading.Event()
+
+    def answer(*request: Any) -> Any:
+        given = getattr(job_store, late)(*request)
+        assert answers.wait(20.0)
+        has_answered.set()
+        return given
+
+    names = ("compare_set", "set", "check", "wait", "get")
+    store = SimpleNamespace(**{name: getattr(job_store, name) for name in names} | {late: answer})
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(run_module, "_ANSWER_S", 0.5)
+    opened = iter([RUN, RunObject(name="000004-abcd")])
+    with pytest.raises(FlashCkptError, match="hangs"):
+        opened_once("/save", lambda: next(opened), 0.0)
+    answers.set()
+    assert has_answered.wait(20.0)
+    assert on_all_ranks(lambda: next(opened)) == [RUN] * RANKS
+
+
 def test_the_error_of_the_first_rank_counts_though_the_store_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store: Any = SimpleNamespace(add=lambda *_: 1)  # and no `set`
+    store: Any = SimpleNamespace(compare_set=lambda *_: b"0", check=lambda _: False)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
 
     def refuse(*_: object) -> None:
