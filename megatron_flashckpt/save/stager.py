@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -36,6 +37,7 @@ from megatron_flashckpt.save.copy_pace import CopyPace, timed_event
 from megatron_flashckpt.tracing import WAIT, Recorder, phase, recorder
 
 logger = logging.getLogger(__name__)
+_Error = TypeVar("_Error", bound=BaseException)
 
 #: Late copies of a GPU are enqueued in parts of this size: 1.3 ms at 52 GB/s. Each part wakes the
 #: copy thread; with parts of 16 MiB a launch-bound step lost 37 instead of 25 ms per save of 5 GiB.
@@ -164,7 +166,7 @@ class Stager:
                 self._copy_early(early, job)
             hit("stage.half")
         except Exception as failure:
-            job.error = failure
+            job.error = _without_frames(failure)
             figures.failed = True
         self._current = job
         if not late and self._stream is None:
@@ -262,6 +264,7 @@ class Stager:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._perform(job)
+            del job  # an idle thread keeps nothing alive
 
     def _perform(self, job: _Job) -> None:
         """Copy and hand over. Sets all events of the job, even after a failure."""
@@ -273,7 +276,7 @@ class Stager:
                 with job.recorder.phase("late copies"):
                     self._copy_late(job)
         except BaseException as failure:
-            error = failure
+            error = _without_frames(failure)
         job.begun.set()
         job.figures.failed = error is not None
         if error is not None and self._stream is not None:
@@ -344,6 +347,11 @@ class Stager:
             for run in self._runs(copies, job, PART_NBYTES):
                 run.copy_from_device()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _without_frames(error: _Error) -> _Error:
+    """Return the error, told by its message only: its frames would keep the save's tensors."""
+    return error.with_traceback(None)
 
 
 def _new_stream(device: int) -> torch.cuda.Stream:
