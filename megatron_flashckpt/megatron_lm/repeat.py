@@ -161,7 +161,7 @@ def _can_repeat(sub: Any) -> bool:
 
 def _kinds_of_numbers(values: Iterable[Any]) -> list[Any]:
     """Return the properties to compare of values other than state tensors, such as step counts."""
-    return [value.numel() if isinstance(value, torch.Tensor) else value for value in values]
+    return [value.shape if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _are_same(tensors: list[torch.Tensor], known: list[weakref.ref[torch.Tensor]]) -> bool:
