@@ -71,7 +71,7 @@ def test_only_local_rank_0_starts_the_agent(node: Node, root: Path) -> None:
     with pytest.raises(
         AgentError, match=r"no agent answered at .*agent\.start_timeout_s"
     ) as raised:
-        connect(str(root), 1, 1, config)
+        connect(str(root), 1, 1, config, threading.Event())
     assert str(node.place(root)) in str(raised.value)
     assert str(node.log(root)) in str(raised.value)
     assert node.agents() == []
@@ -86,7 +86,7 @@ def test_an_agent_of_another_release_is_named_at_once_with_its_process(
         patch.setattr(protocol, "PROTOCOL_VERSION", 999)
         started, error = time.monotonic(), rf"speaks protocol {spoken}; end it \(pid {pid}\)"
         with nothing_left_open(), pytest.raises(AgentError, match=error):
-            connect(str(root), 1, 0, node.config())
+            connect(str(root), 1, 0, node.config(), threading.Event())
         assert time.monotonic() - started < 10.0, (
             "the client does not retry, because a retry cannot help"
         )
@@ -115,7 +115,7 @@ def test_a_rank_gets_an_agent_even_while_agents_end(node: Node, root: Path) -> N
 
     def connect_and_leave(rank: int) -> None:
         while time.monotonic() < until:
-            client = connect(str(root), rank, 0, config)
+            client = connect(str(root), rank, 0, config, threading.Event())
             assert client.poll().pending == 0
             client.leave()
             client.close()

@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_an_error_explains_an_agent_killed_during_its_start(
     node.log(root).write_text("an unrelated line\n")
     monkeypatch.setattr(process_module.sys, "executable", str(doomed))
     with pytest.raises(AgentError) as raised:
-        connect(str(root), 0, 0, node.config())
+        connect(str(root), 0, 0, node.config(), threading.Event())
     error = str(raised.value)
     assert error.startswith(f"the agent was ended by {ended_by} while it started")
     assert "unrelated" not in error
@@ -129,7 +130,7 @@ def test_an_agent_without_a_log_file_is_explained(
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(AgentError) as raised:
-        connect(str(root), 0, 0, node.config())
+        connect(str(root), 0, 0, node.config(), threading.Event())
     assert f"{log}: cannot be opened ({os.strerror(number)}), so no agent" in str(raised.value)
     assert str(raised.value).count(";") == 1
     assert remedy in str(raised.value)
@@ -146,7 +147,7 @@ def test_a_rank_without_a_free_process_explains_that_it_has_no_agent(
 
     monkeypatch.setattr(subprocess, "run", refuse)
     with pytest.raises(AgentError) as raised:
-        connect(str(root), 0, 0, node.config())
+        connect(str(root), 0, 0, node.config(), threading.Event())
     assert "the agent could not be started (Resource temporarily unavailable)" in str(raised.value)
     assert "'ulimit -u'" in str(raised.value)
 

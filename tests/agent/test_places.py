@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_a_directory_that_others_can_reach_is_refused(tmp_path: Path, mode: int)
     path.mkdir()
     path.chmod(mode)
     with pytest.raises(AgentError, match=rf"other users can reach it \(mode 0{mode:o}\)") as raised:
-        connect(str(tmp_path / "save"), 0, 0, config_of(path))
+        connect(str(tmp_path / "save"), 0, 0, config_of(path), threading.Event())
     assert f"chmod 700 {path}" in str(raised.value)
 
 
