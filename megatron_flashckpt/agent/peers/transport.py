@@ -237,6 +237,8 @@ class Connection:
             self._next += 1
             try:
                 self._socket.send_multipart([number, m.encode(request), payload], copy=False)
+            except zmq.Again as error:  # the peer takes no request, as one that has refused us
+                raise self._no_answer() from error
             except zmq.ZMQError as error:
                 raise PeerError(f"{self._place}: {error}") from error
             waiting.append(number)
@@ -245,6 +247,9 @@ class Connection:
         while waiting:
             yield self._receive(waiting.popleft())
 
+    def _no_answer(self) -> PeerError:
+        return PeerError(f"{self._place}: no answer within {self._timeout_s:.0f} s")
+
     def _receive(self, expected: bytes) -> tuple[m.Reply, memoryview]:
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -252,7 +257,7 @@ class Connection:
                 if self._given_up:
                     raise PeerError(f"{self._place}: given up")
                 if time.monotonic() > deadline:
-                    raise PeerError(f"{self._place}: no answer within {self._timeout_s:.0f} s")
+                    raise self._no_answer()
                 continue
             number, header, payload = self._socket.recv_multipart(copy=False)
             # Skip answers to abandoned requests.
