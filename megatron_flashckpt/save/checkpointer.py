@@ -59,7 +59,7 @@ class _PlannedSave:
     """The tensors that a save copies, their places, and the slot that receives them."""
 
     tensors: list[torch.Tensor]
-    copies: SavePlan
+    places: SavePlan
     slot: Slot
 
 
@@ -278,7 +278,7 @@ class Checkpointer:
             memory_only=request.memory_only,
         )
         # Training waits for early copies, so this thread makes them: no other has to wake up.
-        early, late = plan.copies.early, plan.copies.late
+        early, late = plan.places.early, plan.places.late
         if blocking:
             early, late = [*early, *late], []
         return self.link.stager.stage(
